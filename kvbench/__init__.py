@@ -1,0 +1,1 @@
+"""kvbench: one decoding engine, interchangeable KV-cache allocators, measured side by side."""
