@@ -1,0 +1,57 @@
+"""A request in flight: its sequences are admitted, preempted and resumed together."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kvbench.allocator import IntArray
+from kvbench.beam import BeamSearch
+from kvbench.request import Request
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # KV dropped, to be recomputed
+    SWAPPED = "swapped"  # KV on the host tier
+    FINISHED = "finished"
+    REJECTED = "rejected"
+
+
+@dataclass
+class Group:
+    """One request's sequences and what happened to them.
+
+    max_tokens: the reservation, in tokens whose KV a sequence may hold.
+    rows: live rows; ``members[i]`` is the index (0 .. n-1) of the sequence in ``rows[i]``. For beam
+        search row ``i`` holds the beam with the ``i``-th best score.
+    outputs: generated token ids per finished sequence; scores likewise for beams.
+    token_times_s: when each decoding round of the group returned (first one: time to first token).
+    """
+
+    request: Request
+    max_tokens: int
+    beam: BeamSearch | None = None
+    status: Status = Status.WAITING
+    rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    members: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    outputs: dict[int, IntArray] = field(default_factory=dict)
+    scores: list[float] = field(default_factory=list)
+    admitted_s: float | None = None
+    token_times_s: list[float] = field(default_factory=list)
+    finished_s: float | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_swapped_slots: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    def drop(self, keep: np.ndarray) -> IntArray:
+        """Keep the rows where ``keep`` is true; returns the others."""
+        dropped = self.rows[~keep]
+        self.rows, self.members = self.rows[keep], self.members[keep]
+        return dropped

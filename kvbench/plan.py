@@ -1,0 +1,80 @@
+"""What crosses the line between scheduler and executor, once per step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.allocator import Copies, IntArray
+
+
+@dataclass
+class SampleSpec:
+    """Which logits become tokens, and how. One *pick* is one token to draw.
+
+    rows: int64 ``[picks]``, index into ``StepPlan.rows`` whose last logits are used (may repeat).
+    temperature (0: greedy) and top_p: float32 ``[picks]``; uniforms: float64 ``[picks]``.
+    beam_rows: int64 ``[beams]``, index into ``StepPlan.rows``: rows whose best candidates are wanted.
+    num_candidates: how many of them.
+    """
+
+    rows: IntArray
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    uniforms: NDArray[np.float64]
+    beam_rows: IntArray
+    num_candidates: int = 0
+
+
+@dataclass
+class StepPlan:
+    """One step: run ``copies``, write KV of the new tokens at ``slots``, attend, sample, run ``late_copies``.
+
+    rows: int64 ``[n]``, the rows that run; the first ``num_decode`` bring one token each.
+    num_new: int64 ``[n]``, tokens each row brings; ``T`` is their sum.
+    tokens int32, positions int64, slots int64: ``[T]``, packed row after row.
+    lengths: int64 ``[n]``, tokens of each row whose KV exists after the step.
+    block_tables int32 ``[n, max_blocks]`` (paged) or base_slots int64 ``[n]`` (contiguous).
+    late_copies: replicate prompts written by this step.
+    """
+
+    copies: Sequence[Copies]
+    late_copies: Sequence[Copies]
+    rows: IntArray
+    num_new: IntArray
+    num_decode: int
+    tokens: NDArray[np.int32]
+    positions: IntArray
+    slots: IntArray
+    lengths: IntArray
+    sample: SampleSpec
+    block_tables: NDArray[np.int32] | None = None
+    base_slots: IntArray | None = None
+
+
+@dataclass
+class StepOutput:
+    """tokens: int64 ``[picks]``; log_probs float32 and token_ids int64: ``[beams, num_candidates]``.
+
+    seconds: the step's time by part (``copy``, ``model``, ``sample``).
+    """
+
+    tokens: IntArray
+    log_probs: NDArray[np.float32]
+    token_ids: IntArray
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Runs step plans and owns the clock."""
+
+    def now(self) -> float:
+        """Seconds since the run's start."""
+
+    def wait_until(self, time_s: float) -> None:
+        """Return when ``now()`` has reached ``time_s``."""
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Execute one step."""

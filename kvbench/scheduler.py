@@ -1,0 +1,218 @@
+"""Iteration-level scheduling: who runs in the next step, and who gives way.
+
+First come, first served. A step is either a prefill of newly admitted groups or a decode of all
+running ones. When the pool is exhausted the latest arrival is preempted, by swap or by recompute,
+and nobody new is admitted while a preempted group waits.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvbench.allocator import Allocator, Capability, Copies, Grant, IntArray
+from kvbench.config import SchedulerConfig
+from kvbench.group import Group, Status
+from kvbench.sequences import SequenceTable
+
+
+@dataclass
+class Decision:
+    """What the next step does.
+
+    groups: those that run. rows: int64 ``[n]`` rows that run, num_new: int64 ``[n]`` their new tokens.
+    copied_slots: slots copied, by cause.
+    refused: the queue's head was refused; stranded: although enough free slots existed.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    rows: list[IntArray] = field(default_factory=list)
+    num_new: list[IntArray] = field(default_factory=list)
+    copies: list[Copies] = field(default_factory=list)
+    late_copies: list[Copies] = field(default_factory=list)
+    copied_slots: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("cow", "fork", "prompt", "swap_out", "swap_in"), 0)
+    )
+    is_prefill: bool = False
+    refused: bool = False
+    stranded: bool = False
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+
+    def run(self, group: Group, rows: IntArray, num_new: IntArray) -> None:
+        self.groups.append(group)
+        self.rows.append(rows)
+        self.num_new.append(num_new)
+
+    def take(self, grant: Grant, cause: str, *, late: bool = False) -> None:
+        (self.late_copies if late else self.copies).extend(grant.copies)
+        self.copied_slots[cause] += grant.num_copied_slots
+
+
+class Scheduler:
+    """Queues of groups over one allocator. ``running`` and ``preempted`` are in arrival order."""
+
+    def __init__(self, allocator: Allocator, table: SequenceTable, config: SchedulerConfig) -> None:
+        self.allocator = allocator
+        self.table = table
+        self.config = config
+        self.waiting: deque[Group] = deque()
+        self.running: list[Group] = []
+        self.preempted: list[Group] = []
+        self._swaps = Capability.SWAP in allocator.supports and config.preemption != "recompute"
+        self._reserves = Capability.RESERVES_GROWTH in allocator.supports
+        self._granted = Decision()  # copies of forks made since the last step
+        self._decode_steps = 0
+
+    def add(self, group: Group) -> None:
+        self.waiting.append(group)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.waiting) + len(self.preempted)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.preempted)
+
+    def schedule(self) -> Decision:
+        decision, self._granted = self._granted, Decision()
+        self._resume(decision)
+        if not self.preempted:
+            self._admit(decision)
+        decision.is_prefill = bool(decision.groups)
+        if not decision.is_prefill:
+            self._force_preemption(decision)
+            self._grow(decision)
+        return decision
+
+    def fork(self, group: Group, parents: IntArray, children: IntArray) -> None:
+        """``children`` continue ``parents``; if the pool has no room the whole group starts over."""
+        self.table.copy(parents, children)
+        grant = self.allocator.fork(parents, children)
+        if grant is not None:
+            self._granted.take(grant, "fork")
+            return
+        self.allocator.free(np.setdiff1d(group.rows, children))
+        self._drop_kv(group, self._granted)
+
+    def retire(self, group: Group) -> None:
+        self.running.remove(group)
+        group.status = Status.FINISHED
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def _resume(self, decision: Decision) -> None:
+        """Bring preempted groups back, oldest first, until one does not fit."""
+        while self.preempted:
+            group = self.preempted[0]
+            if group.status is Status.SWAPPED:
+                grant = self.allocator.swap_in(group.rows)
+                if grant is None:
+                    return self._refuse(decision, int(self.table.computed[group.rows].sum()))
+                decision.take(grant, "swap_in")
+                group.num_swapped_slots += grant.num_copied_slots
+            elif not self._start(group, decision):
+                return None
+            self.preempted.pop(0)
+            self._run(group)
+        return None
+
+    def _admit(self, decision: Decision) -> None:
+        while self.waiting:
+            group = self.waiting[0]
+            count = group.request.num_sequences
+            if self.table.num_free < count:
+                return
+            acquired = len(group.rows) == 0
+            if acquired:
+                group.rows = self.table.acquire(count, group.request.prompt)
+                group.members = np.arange(count)
+            if not self._start(group, decision):
+                self.table.release(group.rows)
+                group.rows = group.members = np.empty(0, np.int64)
+                return
+            self.waiting.popleft()
+            self._run(group)
+
+    def _start(self, group: Group, decision: Decision) -> bool:
+        """Place a group's tokens (a fresh prompt, or a recomputation) and plan their prefill.
+
+        Several sequences share one prefill of the prompt; what they have generated since is caught up
+        by the next decode step, whose rows may bring several tokens each.
+        """
+        rows = group.rows
+        num_tokens = int(self.table.length[rows[0]]) if len(rows) == 1 else group.prompt_length
+        batched = sum(int(new.sum()) for new in decision.num_new)
+        if batched and batched + num_tokens > self.config.max_batched_tokens:
+            return False
+        grant = self.allocator.allocate(rows, num_tokens, max_tokens=group.max_tokens)
+        if grant is None:
+            need = len(rows) * group.max_tokens if self._reserves else num_tokens
+            self._refuse(decision, need)
+            return False
+        decision.take(grant, "prompt", late=True)
+        decision.run(group, rows[:1], np.array([num_tokens]))
+        return True
+
+    def _refuse(self, decision: Decision, num_slots: int) -> None:
+        usage = self.allocator.usage()
+        decision.refused = True
+        decision.stranded = num_slots <= usage.free - usage.withheld
+
+    def _run(self, group: Group) -> None:
+        group.status = Status.RUNNING
+        self.running.append(group)
+        self.running.sort(key=_arrival)
+
+    # -- growth and preemption ---------------------------------------------------------------------
+
+    def _grow(self, decision: Decision) -> None:
+        """Slots for the next token of every running sequence; the latest arrivals yield until it fits."""
+        while self.running:
+            rows = np.concatenate([group.rows for group in self.running])
+            grant = self.allocator.append(rows, self.table.pending(rows))
+            if grant is not None:
+                decision.take(grant, "cow")
+                for group in self.running:
+                    decision.run(group, group.rows, self.table.pending(group.rows))
+                return
+            if len(self.running) == 1 and not self.preempted:
+                raise RuntimeError("one group does not fit the empty pool: it should have been rejected at arrival")
+            self._preempt(self.running[-1], decision)
+
+    def _force_preemption(self, decision: Decision) -> None:
+        every = self.config.force_preemption_every
+        if every and self.running:
+            self._decode_steps += 1
+            if self._decode_steps % every == 0:
+                self._preempt(self.running[-1], decision)
+
+    def _preempt(self, group: Group, decision: Decision) -> None:
+        grant = self.allocator.swap_out(group.rows) if self._swaps else None
+        if grant is None:  # by choice, or because the host tier is full
+            self.allocator.free(group.rows)
+            self._drop_kv(group, decision)
+            return
+        decision.take(grant, "swap_out")
+        group.num_swapped_slots += grant.num_copied_slots
+        self._stop(group, Status.SWAPPED, decision)
+
+    def _drop_kv(self, group: Group, decision: Decision) -> None:
+        lost = int(self.table.computed[group.rows].sum())
+        group.num_recomputed_tokens += lost
+        decision.num_recomputed_tokens += lost
+        self.table.computed[group.rows] = 0
+        self._stop(group, Status.PREEMPTED, decision)
+
+    def _stop(self, group: Group, status: Status, decision: Decision) -> None:
+        group.status = status
+        group.num_preemptions += 1
+        decision.num_preemptions += 1
+        self.running.remove(group)
+        self.preempted.append(group)
+        self.preempted.sort(key=_arrival)
+
+
+def _arrival(group: Group) -> tuple[float, int]:
+    return group.request.arrival_s, group.request.request_id
