@@ -36,7 +36,7 @@ class StepPlan:
     num_new: int64 ``[n]``, tokens each row brings; ``T`` is their sum.
     tokens int32, positions int64, slots int64: ``[T]``, packed row after row.
     lengths: int64 ``[n]``, tokens of each row whose KV exists after the step.
-    block_tables int32 ``[n, max_blocks]`` (paged) or base_slots int64 ``[n]`` (contiguous).
+    block_tables int32 ``[n, max_blocks]`` of ``block_size`` (paged) or base_slots int64 ``[n]`` (contiguous).
     late_copies: replicate prompts written by this step.
     """
 
@@ -51,6 +51,7 @@ class StepPlan:
     lengths: IntArray
     sample: SampleSpec
     block_tables: NDArray[np.int32] | None = None
+    block_size: int = 0
     base_slots: IntArray | None = None
 
 
@@ -69,6 +70,9 @@ class StepOutput:
 
 class Executor(Protocol):
     """Runs step plans and owns the clock."""
+
+    def start(self) -> None:
+        """Set the clock to zero."""
 
     def now(self) -> float:
         """Seconds since the run's start."""

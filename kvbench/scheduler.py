@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbench.allocator import Allocator, Capability, Copies, Grant, IntArray
-from kvbench.config import SchedulerConfig
+from kvbench.config import Preemption, SchedulerConfig
 from kvbench.group import Group, Status
 from kvbench.sequences import SequenceTable
 
@@ -59,7 +59,7 @@ class Scheduler:
         self.waiting: deque[Group] = deque()
         self.running: list[Group] = []
         self.preempted: list[Group] = []
-        self._swaps = Capability.SWAP in allocator.supports and config.preemption != "recompute"
+        self._swaps = Capability.SWAP in allocator.supports and config.preemption is not Preemption.recompute
         self._reserves = Capability.RESERVES_GROWTH in allocator.supports
         self._granted = Decision()  # copies of forks made since the last step
         self._decode_steps = 0
@@ -177,7 +177,7 @@ class Scheduler:
                 for group in self.running:
                     decision.run(group, group.rows, self.table.pending(group.rows))
                 return
-            if len(self.running) == 1 and not self.preempted:
+            if len(self.running) == 1:
                 raise RuntimeError("one group does not fit the empty pool: it should have been rejected at arrival")
             self._preempt(self.running[-1], decision)
 

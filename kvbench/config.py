@@ -1,0 +1,118 @@
+"""The configuration schema: names, types and defaults live in ``conf/``, this file types them.
+
+A value of the wrong type, an unknown key or an unknown choice fails while the configuration is
+composed, before anything is loaded.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from kvbench.errors import ConfigError
+from kvbench.weights import ModelConfig
+from kvbench.workload import WorkloadConfig
+
+
+class Reservation(Enum):
+    """How many tokens a reserving allocator is asked to hold for each sequence."""
+
+    max = "max"  # the model's limit
+    pow2 = "pow2"  # the true output, rounded up to a power of two
+    oracle = "oracle"  # the true output
+
+
+class Preemption(Enum):
+    """What becomes of the KV of a preempted group."""
+
+    auto = "auto"  # swap where the allocator can, else recompute
+    swap = "swap"
+    recompute = "recompute"
+
+
+class Oversized(Enum):
+    """What to do with a request that an empty pool could never hold."""
+
+    error = "error"
+    reject = "reject"
+
+
+class DeviceKind(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@dataclass
+class AllocatorConfig:
+    name: str = MISSING
+    reservation: Reservation = Reservation.max
+    make: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DeviceConfig:
+    name: DeviceKind = DeviceKind.auto
+    num_threads: int = 0
+
+
+@dataclass
+class PoolConfig:
+    size: Any = MISSING
+    host_size: Any = MISSING
+
+
+@dataclass
+class ExecutorConfig:
+    name: str = MISSING
+    kernels: str = "auto"
+
+
+@dataclass
+class SchedulerConfig:
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 2560
+    preemption: Preemption = Preemption.auto
+    oversized: Oversized = Oversized.error
+    force_preemption_every: int = 0
+
+
+@dataclass
+class MeasureConfig:
+    warmup_requests: int = 0
+    progress: bool = True
+
+
+@dataclass
+class DebugConfig:
+    audit: bool = False
+
+
+@dataclass
+class Config:
+    experiment: str = "adhoc"
+    results_dir: str = "results"
+    seed: int = 0
+    dtype: Dtype = Dtype.float32
+    max_model_len: int = 1024
+    resume: bool = False
+    allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+ConfigStore.instance().store(name="schema", node=Config)

@@ -1,0 +1,112 @@
+"""The attention function that replaces a Hugging Face model's own: K and V live in our pool.
+
+Registered once under :data:`NAME`; the model then calls it once per layer with the keyword
+``kv_step``, which says where this step's KV is written and read.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kernels import BaseSlots, BlockTables, Kernels
+
+NAME = "kvbench"
+
+
+class AttentionStep(Protocol):
+    """What one forward pass does with a layer's query, key and value."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        """query ``[T, num_query_heads, head_dim]``, key and value ``[T, num_kv_heads, head_dim]``; like query."""
+
+    def notice(self, extra: dict[str, Any]) -> None:
+        """Keywords of the model's call that the kernels do not know."""
+
+
+@dataclass
+class PooledStep:
+    """Writes the step's KV at ``slots``, then attends: decode rows first, prefill rows after them.
+
+    kv: ``[num_layers, 2, num_slots, num_kv_heads, head_dim]``. slots: int64 ``[T]``.
+    decode_lengths, prefill_lengths: int32 per row. query_starts: int32 ``[prefill rows + 1]``.
+    """
+
+    kernels: Kernels
+    kv: Tensor
+    slots: Tensor
+    num_decode: int
+    decode_where: BlockTables | BaseSlots
+    decode_lengths: Tensor
+    prefill_where: BlockTables | BaseSlots
+    prefill_lengths: Tensor
+    query_starts: Tensor
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        keys, values = self.kv[layer, 0], self.kv[layer, 1]
+        self.kernels.store_kv(key, value, keys, values, self.slots)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        split = self.num_decode
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        if split:
+            self.kernels.decode_attention(
+                query[:split], keys, values, self.decode_where, self.decode_lengths, out=out[:split], **options
+            )
+        if split < len(query):
+            self.kernels.prefill_attention(
+                query[split:],
+                keys,
+                values,
+                self.prefill_where,
+                self.query_starts,
+                self.prefill_lengths,
+                out=out[split:],
+                **options,
+            )
+        return out
+
+    def notice(self, extra: dict[str, Any]) -> None:
+        """Nothing: what a model may pass was checked at start (:mod:`kvbench.executors.inspection`)."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    kv_step: AttentionStep | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """``transformers`` calling convention: query ``[1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``."""
+    if kv_step is None:
+        raise RuntimeError("the kvbench attention function needs the keyword kv_step")
+    kv_step.notice(extra)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = kv_step.attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale,
+        sliding_window or 0,
+        softcap or 0.0,
+    )
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Causality and windows are the kernels' business: no mask is ever built."""
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _no_mask)
