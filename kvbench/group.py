@@ -24,9 +24,9 @@ class Group:
     """One request's sequences and what happened to them.
 
     max_tokens: the reservation, in tokens whose KV a sequence may hold.
-    rows: live rows; ``members[i]`` is the index (0 .. n-1) of the sequence in ``rows[i]``. For beam
-        search row ``i`` holds the beam with the ``i``-th best score.
-    outputs: generated token ids per finished sequence; scores likewise for beams.
+    rows: live rows; for beam search ``rows[i]`` holds the beam with the ``i``-th best score.
+    outputs: generated token ids of each finished sequence (its index in the request) or of each beam
+        hypothesis, best first; scores: of the hypotheses.
     token_times_s: when each decoding round of the group returned (first one: time to first token).
     """
 
@@ -35,7 +35,6 @@ class Group:
     beam: BeamSearch | None = None
     status: Status = Status.WAITING
     rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
-    members: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     outputs: dict[int, IntArray] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     admitted_s: float | None = None
@@ -49,9 +48,3 @@ class Group:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
-
-    def drop(self, keep: np.ndarray) -> IntArray:
-        """Keep the rows where ``keep`` is true; returns the others."""
-        dropped = self.rows[~keep]
-        self.rows, self.members = self.rows[keep], self.members[keep]
-        return dropped

@@ -76,14 +76,18 @@ class Scheduler:
         return bool(self.waiting or self.running or self.preempted)
 
     def schedule(self) -> Decision:
+        """Plan the next step; call only while ``has_work``. The decision always runs something."""
         decision, self._granted = self._granted, Decision()
-        self._resume(decision)
-        if not self.preempted:
-            self._admit(decision)
-        decision.is_prefill = bool(decision.groups)
-        if not decision.is_prefill:
-            self._force_preemption(decision)
-            self._grow(decision)
+        while not decision.groups:
+            self._resume(decision)
+            if not self.preempted:
+                self._admit(decision)
+            decision.is_prefill = bool(decision.groups)
+            if not decision.is_prefill:
+                if not self.running:
+                    raise RuntimeError("the queue's head does not fit an empty pool: it should have been rejected")
+                self._force_preemption(decision)
+                self._grow(decision)
         return decision
 
     def fork(self, group: Group, parents: IntArray, children: IntArray) -> None:
@@ -121,16 +125,12 @@ class Scheduler:
     def _admit(self, decision: Decision) -> None:
         while self.waiting:
             group = self.waiting[0]
-            count = group.request.num_sequences
-            if self.table.num_free < count:
+            if self.table.num_free < group.request.num_sequences:
                 return
-            acquired = len(group.rows) == 0
-            if acquired:
-                group.rows = self.table.acquire(count, group.request.prompt)
-                group.members = np.arange(count)
+            group.rows = self.table.acquire(group.request)
             if not self._start(group, decision):
                 self.table.release(group.rows)
-                group.rows = group.members = np.empty(0, np.int64)
+                group.rows = group.rows[:0]
                 return
             self.waiting.popleft()
             self._run(group)
