@@ -9,10 +9,9 @@ from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
-from kvbench.errors import ConfigError
-from kvbench.weights import ModelConfig
+from kvbench.models import ModelConfig
 from kvbench.workload import WorkloadConfig
 
 
@@ -87,7 +86,6 @@ class SchedulerConfig:
 
 @dataclass
 class MeasureConfig:
-    warmup_requests: int = 0
     progress: bool = True
 
 
@@ -116,3 +114,20 @@ class Config:
 
 
 ConfigStore.instance().store(name="schema", node=Config)
+
+
+def typed(cfg: DictConfig) -> Config:
+    """The composed configuration as dataclasses. Raises an OmegaConf error on a missing value."""
+    return OmegaConf.to_object(_without_hydra(cfg))  # type: ignore[return-value]
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The composed configuration as JSON types."""
+    return OmegaConf.to_container(_without_hydra(cfg), resolve=True, enum_to_str=True)  # type: ignore[return-value]
+
+
+def _without_hydra(cfg: DictConfig) -> DictConfig:
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        cfg.pop("hydra", None)
+    return cfg

@@ -27,6 +27,13 @@ class SampleSpec:
     beam_rows: IntArray
     num_candidates: int = 0
 
+    @classmethod
+    def greedy(cls, num_rows: int) -> "SampleSpec":
+        """The most likely token of every row."""
+        zeros = np.zeros(num_rows, np.float32)
+        none = np.empty(0, np.int64)
+        return cls(np.arange(num_rows), zeros, zeros + 1, zeros.astype(np.float64), none)
+
 
 @dataclass
 class StepPlan:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+import yaml
 
 from kvbench.errors import ConfigError
 
@@ -36,9 +37,8 @@ class Run:
     def config_hash(self) -> str:
         return self.record["config_hash"]
 
-    @property
-    def label(self) -> str:
-        return self.record["label"]
+    def config(self) -> dict[str, Any]:
+        return yaml.safe_load((self.path / "config.yaml").read_text())
 
     def metric(self, name: str) -> float | None:
         """The metric's value, None where the run has no such metric."""
@@ -55,13 +55,12 @@ class Run:
 class RunWriter:
     """Writes one run directory. ``run.json`` is replaced atomically and last: it tells what the rest is worth."""
 
-    def __init__(self, path: Path, *, label: str, config: dict[str, Any], config_yaml: str) -> None:
+    def __init__(self, path: Path, *, config: dict[str, Any], config_yaml: str) -> None:
         if (path / "run.json").exists():
             raise ConfigError(f"{path} holds a run already; results are never overwritten")
         self.path = path
         self._record = {
             "schema_version": SCHEMA_VERSION,
-            "label": label,
             "config_hash": config_hash(config),
             "status": "running",
         }

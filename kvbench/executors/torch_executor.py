@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels import BaseSlots, BlockTables, Kernels
+from kvbench.allocator import Layout
 from kvbench.executors.attention import PooledStep
 from kvbench.executors.storage import KVStorage
 from kvbench.plan import SampleSpec, StepOutput, StepPlan
@@ -25,6 +26,28 @@ class TorchExecutor:
         self.kernels = kernels
         self.device = model.device
         self._start = time.perf_counter()
+
+    def warm_up(self, layout: Layout, block_size: int) -> None:
+        """Compile and page in what a run uses: a prefill and a decode in the empty pool's first slots."""
+        for num_tokens, num_new in ((2, 2), (3, 1)):
+            start = num_tokens - num_new
+            self.run(
+                StepPlan(
+                    copies=(),
+                    late_copies=(),
+                    rows=np.zeros(1, np.int64),
+                    num_new=np.array([num_new]),
+                    num_decode=int(num_new == 1),
+                    tokens=np.ones(num_new, np.int32),
+                    positions=np.arange(start, num_tokens),
+                    slots=np.arange(start, num_tokens),
+                    lengths=np.array([num_tokens]),
+                    sample=SampleSpec.greedy(1),
+                    block_tables=np.arange(4, dtype=np.int32)[None] if layout is Layout.PAGED else None,
+                    block_size=block_size,
+                    base_slots=None if layout is Layout.PAGED else np.zeros(1, np.int64),
+                )
+            )
 
     def start(self) -> None:
         """Set the clock to zero."""

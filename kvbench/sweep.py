@@ -1,0 +1,78 @@
+"""A sweep as a whole: checked before its first job starts, reported when it ends."""
+
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench import config, job, report, results
+from kvbench.errors import ConfigError
+
+
+class Sweep(Callback):
+    """Hydra callback. ``started`` is the process's sweep, once it passed its checks."""
+
+    started: ClassVar["Sweep | None"] = None
+
+    def __init__(self) -> None:
+        self.directory = Path()
+        self.jobs: list[dict[str, Any]] = []
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Compose and validate every job. A bad one ends the program (exit code 2) before any work."""
+        try:
+            self._check(config)
+        except (ConfigError, HydraException, OmegaConfBaseException) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from error  # Hydra turns other exceptions of callbacks into warnings
+        Sweep.started = self
+
+    def _check(self, base: DictConfig) -> None:
+        self.directory = Path(base.hydra.sweep.dir)
+        for composed in _compose_all(base):
+            job.validate(config.typed(composed))
+            self.jobs.append(config.plain(composed))
+        check_writable(Path(base.results_dir))
+
+    def report(self) -> None:
+        """Compare the sweep's complete runs, those of earlier sweeps that ``resume`` kept included."""
+        runs = [run for run in map(complete_run, self.jobs) if run is not None]
+        report.compare(runs, self.directory)
+
+
+def _compose_all(base: DictConfig) -> list[DictConfig]:
+    """The configuration of every job of Hydra's basic sweeper; of the base alone for other sweepers."""
+    loader = GlobalHydra.instance().config_loader()
+    overrides = list(base.hydra.overrides.task)
+    jobs = [overrides]
+    if base.hydra.sweeper._target_.endswith("BasicSweeper"):
+        params = [f"{key}={value}" for key, value in (base.hydra.sweeper.params or {}).items()]
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(params + overrides)
+        jobs = BasicSweeper.split_arguments(parsed, None)[0]
+    return [loader.load_sweep_config(base, job_overrides) for job_overrides in jobs]
+
+
+def check_writable(results_dir: Path) -> None:
+    """Raises ConfigError where results could not be written."""
+    probe = results_dir / ".writable"
+    try:
+        results_dir.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"results_dir: {results_dir} is not writable ({error.strerror})") from error
+
+
+def complete_run(plain: dict[str, Any]) -> results.Run | None:
+    """The newest complete run of a job's configuration."""
+    wanted = results.config_hash(plain)
+    folder = Path(plain["results_dir"]) / "runs" / plain["experiment"]
+    runs = [run for run in results.find(folder) if run.status == "complete" and run.config_hash == wanted]
+    return runs[-1] if runs else None
