@@ -5,6 +5,7 @@ composed, before anything is loaded.
 """
 
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
@@ -114,6 +115,9 @@ class Config:
 
 
 ConfigStore.instance().store(name="schema", node=Config)
+OmegaConf.register_new_resolver(
+    "utc_stamp", lambda: datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ"), use_cache=True, replace=True
+)
 
 
 def typed(cfg: DictConfig) -> Config:

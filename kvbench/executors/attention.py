@@ -56,7 +56,13 @@ class PooledStep:
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if split:
             self.kernels.decode_attention(
-                query[:split], keys, values, self.decode_where, self.decode_lengths, out=out[:split], **options
+                query[:split],
+                keys,
+                values,
+                self.decode_where,
+                self.decode_lengths,
+                out=out[:split],
+                **options,
             )
         if split < len(query):
             self.kernels.prefill_attention(

@@ -1,0 +1,84 @@
+"""The comparison picture of a sweep, drawn from stored runs."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvbench.recorder import PARTS
+from kvbench.results import Run
+
+matplotlib.use("Agg")
+
+# Okabe and Ito's palette: distinguishable under the common colour vision deficiencies
+COLOURS = {
+    "token_states": "#009E73",
+    "reservation": "#56B4E9",
+    "internal_fragmentation": "#E69F00",
+    "rounding": "#CC79A7",
+    "free": "#DDDDDD",
+}
+LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000")
+
+
+def comparison(runs: list[Run], names: list[str], stem: Path) -> Path:
+    """Write ``stem``.png and .pdf: where the pool's slots went, batch, sharing, speed. Returns the PNG's path."""
+    figure = Figure(figsize=(11, 1.6 + 0.55 * len(runs) + 3.2), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1.2 + 0.45 * len(runs), 3.2])
+    waste, batch, speed = top.subplots(1, 3, width_ratios=[2.2, 1, 1], sharey=True)
+    y = np.arange(len(runs))
+    _stacked_parts(waste, runs, y)
+    waste.set_yticks(y, names)
+    waste.invert_yaxis()
+    _bars(batch, y, [run.metric("mean_batch") for run in runs], "requests running (mean; line: peak)")
+    batch.scatter([run.metric("peak_batch") for run in runs], y, marker="|", s=160, color="black", zorder=3)
+    _bars(speed, y, [run.metric("output_tokens_per_s") for run in runs], "output tokens/s")
+    _over_time(bottom.subplots(), runs, names)
+    figure.savefig(stem.with_suffix(".pdf"))
+    figure.savefig(stem.with_suffix(".png"), dpi=150)
+    return stem.with_suffix(".png")
+
+
+def _stacked_parts(axes: Axes, runs: list[Run], y: np.ndarray) -> None:
+    left = np.zeros(len(runs))
+    for part in PARTS:
+        share = np.array([100 * (run.metric(f"{part}_fraction") or 0.0) for run in runs])
+        axes.barh(
+            y, share, left=left, color=COLOURS[part], label=part.replace("_", " "), edgecolor="white", lw=0.4
+        )
+        for i, value in enumerate(share):
+            if value >= 6:
+                axes.text(left[i] + value / 2, i, f"{value:.0f}", ha="center", va="center", fontsize=8)
+        left += share
+    axes.set(xlim=(0, 100), xlabel="share of the KV pool over time, %")
+    axes.legend(ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+
+
+def _bars(axes: Axes, y: np.ndarray, values: list[float | None], label: str) -> None:
+    numbers = [value or 0.0 for value in values]
+    bars = axes.barh(y, numbers, color=LINES[0], height=0.6)
+    axes.bar_label(bars, [f"{value:.1f}" for value in numbers], padding=6, fontsize=8)
+    axes.set_xlabel(label, fontsize=9)
+    axes.margins(x=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _over_time(axes: Axes, runs: list[Run], names: list[str]) -> None:
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        steps = run.steps()
+        pool = steps[list(PARTS)].iloc[0].sum()
+        style = ("-", "--", ":")[i // len(LINES) % 3]
+        axes.step(
+            steps["start_s"],
+            100 * steps["token_states"] / pool,
+            where="post",
+            label=name,
+            color=LINES[i % len(LINES)],
+            ls=style,
+            lw=1.2,
+        )
+    axes.set(xlabel="time since start, s", ylabel="slots holding tokens, % of pool", ylim=(0, 105))
+    axes.legend(fontsize=8, ncols=min(3, len(runs)), frameon=False, loc="upper right")
+    axes.spines[["top", "right"]].set_visible(False)

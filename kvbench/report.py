@@ -1,0 +1,112 @@
+"""Comparing stored runs: a table, a CSV and a picture.
+
+``python -m kvbench.report DIR`` redraws a sweep from its records.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvbench import plots, results
+from kvbench.results import Run
+
+MIB = 2**20
+
+_COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
+    ("batch\nmean", "mean_batch", lambda v: f"{v:.1f}"),
+    ("batch\npeak", "peak_batch", lambda v: f"{v:.0f}"),
+    ("tokens\n%", "token_states_fraction", lambda v: f"{100 * v:.1f}"),
+    ("reserv.\n%", "reservation_fraction", lambda v: f"{100 * v:.1f}"),
+    ("internal\n%", "internal_fragmentation_fraction", lambda v: f"{100 * v:.1f}"),
+    ("rounding\n%", "rounding_fraction", lambda v: f"{100 * v:.1f}"),
+    ("free\n%", "free_fraction", lambda v: f"{100 * v:.1f}"),
+    ("stranded\n%", "stranded_fraction", lambda v: f"{100 * v:.1f}"),
+    ("sharing\nsaves %", "sharing_saving_fraction", lambda v: f"{100 * v:.1f}"),
+    ("copied\nblocks", "copied_blocks", lambda v: f"{v:.0f}"),
+    ("copied\nMiB", "copied_bytes", lambda v: f"{v / MIB:.1f}"),
+    ("swapped\nMiB", "swapped_bytes", lambda v: f"{v / MIB:.1f}"),
+    ("pre-\nempt.", "num_preemptions", lambda v: f"{v:.0f}"),
+    ("tokens\n/s", "output_tokens_per_s", lambda v: f"{v:.1f}"),
+    ("TTFT s\np50", "ttft_p50_s", lambda v: f"{v:.2f}"),
+    ("TTFT s\np99", "ttft_p99_s", lambda v: f"{v:.2f}"),
+    ("norm. lat.\ns/token", "normalized_latency_s", lambda v: f"{v:.3f}"),
+]
+
+
+def compare(runs: list[Run], directory: Path) -> None:
+    """Print the comparison of complete ``runs`` and write ``comparison.{csv,png,pdf}`` to ``directory``."""
+    if not runs:
+        return
+    names = labels(runs)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(_table(runs, names))
+    console.print(_same_tokens(runs))
+    frame(runs, names).to_csv(directory / "comparison.csv", index=False)
+    picture = plots.comparison(runs, names, directory / "comparison")
+    console.print(f"picture: {picture}", soft_wrap=True)
+
+
+def frame(runs: list[Run], names: list[str]) -> pd.DataFrame:
+    """One row per run with all its metrics."""
+    rows = [
+        {"run": name, "path": str(run.path)}
+        | {key: entry["value"] for key, entry in run.record["metrics"].items()}
+        for run, name in zip(runs, names, strict=True)
+    ]
+    return pd.DataFrame(rows)
+
+
+def labels(runs: list[Run]) -> list[str]:
+    """What tells the runs apart: the allocator, and every other setting that differs between them."""
+    flat = [_flatten(run.config()) for run in runs]
+    keys = [key for key in flat[0] if len({str(config.get(key)) for config in flat}) > 1]
+    others = [key for key in keys if not key.startswith("allocator.") and key != "resume"]
+    return [
+        " ".join([config["allocator.name"], *(f"{key.split('.')[-1]}={config.get(key)}" for key in others)])
+        for config in flat
+    ]
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _table(runs: list[Run], names: list[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("run", justify="left", no_wrap=True)
+    for title, _, _ in _COLUMNS:
+        table.add_column(title, justify="right")
+    for run, name in zip(runs, names, strict=True):
+        values = [(run.metric(key), show) for _, key, show in _COLUMNS]
+        table.add_row(name, *("–" if value is None else show(value) for value, show in values))
+    return table
+
+
+def _same_tokens(runs: list[Run]) -> str:
+    digests = {run.record["tokens_sha256"] for run in runs}
+    if len(digests) == 1:
+        return f"tokens: identical in all {len(runs)} runs (sha256 {digests.pop()[:12]})"
+    return f"tokens: {len(digests)} different outputs among {len(runs)} runs"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) == 2 else None
+    if folder is None or not folder.is_dir():
+        print("usage: python -m kvbench.report RESULTS_FOLDER", file=sys.stderr)
+        sys.exit(2)
+    compare([run for run in results.find(folder) if run.status == "complete"], folder)
+
+
+if __name__ == "__main__":
+    main()
