@@ -26,9 +26,7 @@ def decode_attention(
     out = torch.empty_like(query) if out is None else out
     for i, length in enumerate(lengths.tolist()):
         slots = where.slots(i, length)
-        out[i : i + 1] = _attend(
-            query[i : i + 1], key_cache[slots], value_cache[slots], scale, window, softcap
-        )
+        out[i : i + 1] = _attend(query[i : i + 1], key_cache[slots], value_cache[slots], scale, window, softcap)
     return out
 
 

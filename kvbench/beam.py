@@ -49,9 +49,7 @@ class BeamSearch:
         """Candidates each running beam must offer, so that ``width`` unfinished ones remain."""
         return max(2, 1 + len(self.eos)) * self.width
 
-    def advance(
-        self, log_probs: FloatArray, token_ids: IntArray, generated: IntArray
-    ) -> tuple[IntArray, IntArray]:
+    def advance(self, log_probs: FloatArray, token_ids: IntArray, generated: IntArray) -> tuple[IntArray, IntArray]:
         """Choose the beams of the next step.
 
         log_probs: float32 ``[beams, k]`` best log probabilities of every running beam, descending.
@@ -79,8 +77,7 @@ class BeamSearch:
             return
         norm = np.float32(self.num_new**self.length_penalty)
         self.hypotheses += [
-            Hypothesis(np.append(tokens, token).astype(np.int64), float(total / norm))
-            for tokens, token, total in beams
+            Hypothesis(np.append(tokens, token).astype(np.int64), float(total / norm)) for tokens, token, total in beams
         ]
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self.width :]

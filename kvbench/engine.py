@@ -116,9 +116,7 @@ class Engine:
         )
         return plan, rows_to_fill
 
-    def _sample_spec(
-        self, decision: Decision, rows: IntArray, ready: IntArray
-    ) -> tuple[SampleSpec, IntArray]:
+    def _sample_spec(self, decision: Decision, rows: IntArray, ready: IntArray) -> tuple[SampleSpec, IntArray]:
         """Rows that have caught up yield a token each; a fresh prompt yields one for each of its sequences."""
         table = self.table
         picks = np.flatnonzero(ready & ~table.is_beam[rows])

@@ -29,7 +29,5 @@ def _indent(title: str, text: str) -> str:
 
 
 def _first_comment(path: Path) -> str:
-    comments = (
-        line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("# ")
-    )
+    comments = (line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("# "))
     return next((line for line in comments if not line.startswith("@")), "")

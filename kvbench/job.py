@@ -57,14 +57,10 @@ def _validate_allocator(cfg: Config) -> None:
         )
     host = parse_size(cfg.pool.host_size, "pool.host_size", available_bytes(torch.device("cpu")))
     if swaps and host == 0:
-        raise ConfigError(
-            f"pool.host_size: allocator {cfg.allocator.name} needs swap space; give it a size above 0"
-        )
+        raise ConfigError(f"pool.host_size: allocator {cfg.allocator.name} needs swap space; give it a size above 0")
     if parse_size(cfg.pool.size, "pool.size", 2**40) == 0:
         raise ConfigError("pool.size: the pool needs a size above 0")
-    reserves = (
-        Capability.RESERVES_GROWTH in kind.supports and cfg.allocator.reservation is not Reservation.max
-    )
+    reserves = Capability.RESERVES_GROWTH in kind.supports and cfg.allocator.reservation is not Reservation.max
     if reserves and not cfg.workload.ignore_eos:
         raise ConfigError(
             f"allocator.reservation: {cfg.allocator.reservation.value} needs to know the true output lengths; "
@@ -75,9 +71,7 @@ def _validate_allocator(cfg: Config) -> None:
 def choose_device(kind: DeviceKind) -> torch.device:
     """``auto`` is CUDA where there is a device. Raises ConfigError where ``cuda`` cannot be had."""
     if kind is DeviceKind.cuda and not torch.cuda.is_available():
-        raise ConfigError(
-            "device: cuda was asked for and no CUDA device is available; use device=cpu or auto"
-        )
+        raise ConfigError("device: cuda was asked for and no CUDA device is available; use device=cpu or auto")
     use_cuda = kind is not DeviceKind.cpu and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
 
@@ -102,9 +96,7 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     dtype = models.parse_dtype(cfg.dtype.value)
     loaded = models.load(cfg.model, dtype)
     if cfg.max_model_len > loaded.max_tokens:
-        raise ConfigError(
-            f"max_model_len: {cfg.max_model_len} exceeds the {loaded.max_tokens} tokens of {loaded.name}"
-        )
+        raise ConfigError(f"max_model_len: {cfg.max_model_len} exceeds the {loaded.max_tokens} tokens of {loaded.name}")
     model = loaded.model.to(device)
     geometry = inspection.inspect(model)
     bytes_per_slot = geometry.bytes_per_slot(dtype)
@@ -123,9 +115,7 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     if implementation == "auto":
         implementation = "triton" if device.type == "cuda" else "cpu"
     operations = kernels.load(implementation)
-    storage = KVStorage(
-        geometry, pool.num_slots, pool.num_host_slots, dtype=dtype, device=device, kernels=operations
-    )
+    storage = KVStorage(geometry, pool.num_slots, pool.num_host_slots, dtype=dtype, device=device, kernels=operations)
     executor = TorchExecutor(model, storage, operations)
     executor.warm_up(allocator.layout, allocator.block_size)
     table = SequenceTable(pool.max_rows, pool.max_tokens)
@@ -171,9 +161,7 @@ def _allocator(cfg: Config, pool: Pool) -> Allocator:
         raise ConfigError(f"allocator.make: {error}") from error
 
 
-def _group(
-    cfg: Config, allocator: Allocator, request: Request, eos: tuple[int, ...], bytes_per_slot: int
-) -> Group:
+def _group(cfg: Config, allocator: Allocator, request: Request, eos: tuple[int, ...], bytes_per_slot: int) -> Group:
     reserves = Capability.RESERVES_GROWTH in allocator.supports
     need = kv_tokens(request)
     if reserves:

@@ -61,9 +61,7 @@ def run_job(cfg: DictConfig) -> None:
 
 def measure(cfg: config.Config, writer: results.RunWriter) -> None:
     """Run one job and write its records."""
-    with tqdm(
-        unit="req", disable=not cfg.measure.progress, desc=cfg.allocator.name, dynamic_ncols=True
-    ) as bar:
+    with tqdm(unit="req", disable=not cfg.measure.progress, desc=cfg.allocator.name, dynamic_ncols=True) as bar:
 
         def show(group: Group) -> None:
             queued = built.engine.scheduler.num_queued

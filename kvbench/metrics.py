@@ -25,9 +25,7 @@ def window(steps: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     return steps.iloc[refused[0] : refused[-1] + 1], "saturated"
 
 
-def summarize(
-    steps: pd.DataFrame, requests: pd.DataFrame, *, bytes_per_slot: int, block_size: int
-) -> Metrics:
+def summarize(steps: pd.DataFrame, requests: pd.DataFrame, *, bytes_per_slot: int, block_size: int) -> Metrics:
     """All scalar metrics of a run. steps, requests: the recorder's tables."""
     duration = float(steps["duration_s"].sum())
     done = requests[requests["status"] == "finished"]
@@ -48,9 +46,7 @@ def summarize(
     metrics |= _distribution("itl_s", gaps, "s")
     metrics |= _pool(steps)
     metrics |= _movement(steps, bytes_per_slot, block_size)
-    parts = {
-        name: (float(steps[name].sum()), "s") for name in ("schedule_s", "copy_s", "model_s", "sample_s")
-    }
+    parts = {name: (float(steps[name].sum()), "s") for name in ("schedule_s", "copy_s", "model_s", "sample_s")}
     return metrics | parts
 
 

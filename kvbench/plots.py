@@ -45,9 +45,7 @@ def _stacked_parts(axes: Axes, runs: list[Run], y: np.ndarray) -> None:
     left = np.zeros(len(runs))
     for part in PARTS:
         share = np.array([100 * (run.metric(f"{part}_fraction") or 0.0) for run in runs])
-        axes.barh(
-            y, share, left=left, color=COLOURS[part], label=part.replace("_", " "), edgecolor="white", lw=0.4
-        )
+        axes.barh(y, share, left=left, color=COLOURS[part], label=part.replace("_", " "), edgecolor="white", lw=0.4)
         for i, value in enumerate(share):
             if value >= 6:
                 axes.text(left[i] + value / 2, i, f"{value:.0f}", ha="center", va="center", fontsize=8)

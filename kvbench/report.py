@@ -57,8 +57,7 @@ def compare(runs: list[Run], directory: Path) -> None:
 def frame(runs: list[Run], names: list[str]) -> pd.DataFrame:
     """One row per run with all its metrics."""
     rows = [
-        {"run": name, "path": str(run.path)}
-        | {key: entry["value"] for key, entry in run.record["metrics"].items()}
+        {"run": name, "path": str(run.path)} | {key: entry["value"] for key, entry in run.record["metrics"].items()}
         for run, name in zip(runs, names, strict=True)
     ]
     return pd.DataFrame(rows)

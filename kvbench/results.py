@@ -127,9 +127,7 @@ def _commit() -> dict[str, Any]:
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:
-        done = subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None
 
     try:

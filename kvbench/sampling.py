@@ -10,9 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 
-def uniform(
-    seed: ArrayLike, request: ArrayLike, sequence: ArrayLike, position: ArrayLike
-) -> NDArray[np.float64]:
+def uniform(seed: ArrayLike, request: ArrayLike, sequence: ArrayLike, position: ArrayLike) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1), a pure function of the four integers (arrays broadcast).
 
     Counter-based: one round of the SplitMix64 finaliser (Steele et al., OOPSLA 2014) per integer.

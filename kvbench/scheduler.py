@@ -85,9 +85,7 @@ class Scheduler:
             decision.is_prefill = bool(decision.groups)
             if not decision.is_prefill:
                 if not self.running:
-                    raise RuntimeError(
-                        "the queue's head does not fit an empty pool: it should have been rejected"
-                    )
+                    raise RuntimeError("the queue's head does not fit an empty pool: it should have been rejected")
                 self._force_preemption(decision)
                 self._grow(decision)
         return decision
@@ -180,9 +178,7 @@ class Scheduler:
                     decision.run(group, group.rows, self.table.pending(group.rows))
                 return
             if len(self.running) == 1:
-                raise RuntimeError(
-                    "one group does not fit the empty pool: it should have been rejected at arrival"
-                )
+                raise RuntimeError("one group does not fit the empty pool: it should have been rejected at arrival")
             self._preempt(self.running[-1], decision)
 
     def _force_preemption(self, decision: Decision) -> None:

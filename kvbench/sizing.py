@@ -16,9 +16,7 @@ def parse_size(value: object, setting: str, available_bytes: int) -> int:
 
     A float strictly between 0 and 1 is a fraction; ``0`` is zero bytes. Raises ConfigError naming ``setting``.
     """
-    legal = (
-        f"{setting}: {value!r} is not a size: use bytes, a number with KiB/MiB/GiB, or a fraction like 0.5"
-    )
+    legal = f"{setting}: {value!r} is not a size: use bytes, a number with KiB/MiB/GiB, or a fraction like 0.5"
     match = _SIZE.fullmatch(str(value))
     if match is None or match[2].lower() not in _UNITS or isinstance(value, bool):
         raise ConfigError(legal)

@@ -75,9 +75,7 @@ def inspect(model: PreTrainedModel) -> Geometry:
     config = model.config.get_text_config()
     name = type(model).__name__
     for feature in _declared_gaps(config):
-        raise ConfigError(
-            f"model: {name} needs {feature}, which kvbench's kernels lack; choose another model"
-        )
+        raise ConfigError(f"model: {name} needs {feature}, which kvbench's kernels lack; choose another model")
     ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] * 7 % config.vocab_size
     expected = _eager_logits(model, ids)
     probe = _Probe()
@@ -121,9 +119,7 @@ def _check_reached(name: str, probe: _Probe, config: Any) -> None:
     if len(probe.shapes) > 1 or any(key != value for _, _, key, value in probe.shapes):
         raise ConfigError(f"model: {name} has layers of different head shapes, which one pool cannot hold")
     if _slides(config) and probe.windows == {0}:
-        raise ConfigError(
-            f"model: {name} applies its sliding window by masks only, which kvbench does not build"
-        )
+        raise ConfigError(f"model: {name} applies its sliding window by masks only, which kvbench does not build")
 
 
 def _slides(config: Any) -> bool:

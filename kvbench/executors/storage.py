@@ -29,9 +29,7 @@ class KVStorage:
         shape = (geometry.num_layers, 2, num_slots, *inner)
         self.kv = torch.empty(shape, dtype=dtype, device=device).fill_(float("nan"))
         host_shape = (geometry.num_layers, 2, num_host_slots, *inner)
-        self.host_kv = torch.empty(host_shape, dtype=dtype, pin_memory=device.type == "cuda").fill_(
-            float("nan")
-        )
+        self.host_kv = torch.empty(host_shape, dtype=dtype, pin_memory=device.type == "cuda").fill_(float("nan"))
 
     def copy(self, copies: Copies) -> None:
         """Run slot-range copies in order, all layers."""
