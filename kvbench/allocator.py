@@ -131,8 +131,6 @@ class Allocator(ABC):
     layout: ClassVar[Layout]
     supports: ClassVar[frozenset[Capability]]
 
-    block_size: int = 0  # slots per block, where the layout is PAGED
-
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
