@@ -130,9 +130,11 @@ class Allocator(ABC):
 
     layout: ClassVar[Layout]
     supports: ClassVar[frozenset[Capability]]
+    block_size: int  # PAGED only: slots per block
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self._seen = np.zeros(pool.max_rows, dtype=bool)  # all False between calls
 
     @abstractmethod
     def allocate(self, rows: ArrayLike, num_tokens: int, *, max_tokens: int) -> Grant | None:
@@ -140,8 +142,9 @@ class Allocator(ABC):
 
         With FORK_SHARES the rows share the prompt's slots; otherwise each gets a region of its own
         and the grant's copies replicate ``rows[0]``'s prompt, to run once it is written.
-        ``max_tokens``: the most tokens any of the rows will ever hold; allocators with
-        RESERVES_GROWTH take room for it now, others ignore it. Keeps the watermark. All or nothing.
+        ``max_tokens``: the most tokens any of the rows will ever hold (``num_tokens <= max_tokens <=
+        pool.max_tokens``); allocators with RESERVES_GROWTH take room for it now, others ignore it.
+        Keeps the watermark, unless the pool is empty. All or nothing.
         """
 
     @abstractmethod
@@ -149,12 +152,16 @@ class Allocator(ABC):
         """Slots for the next ``num_tokens`` (scalar or ``[n]``, >= 1) tokens of every row.
 
         A shared slot range is copied before it is written (copy-on-write); the last sharer writes
-        in place. May use the watermark's slots. All or nothing over the batch.
+        in place. May use the watermark's slots. All or nothing over the batch. Misuse: a row that
+        would outgrow its reservation (RESERVES_GROWTH) or ``pool.max_tokens``.
         """
 
     @abstractmethod
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
-        """``children[i]`` (free rows) continue the tokens of ``parents[i]`` (may repeat)."""
+        """``children[i]`` (free rows) continue the tokens of ``parents[i]`` (may repeat). All or nothing.
+
+        With RESERVES_GROWTH a child reserves what its parent did. Needs no watermark.
+        """
 
     @abstractmethod
     def free(self, rows: ArrayLike) -> None:
@@ -195,7 +202,8 @@ class Allocator(ABC):
         """Tokens each row could hold without asking for more, int64 ``[n]``.
 
         Vacant slots shared by several rows count for one of them only, so that on the device
-        ``sum(capacity - num_tokens) == usage().vacant`` over all live rows.
+        ``sum(capacity - num_tokens) == usage().vacant`` over all live rows. A row on the host tier
+        cannot grow: its capacity is ``num_tokens``.
         """
 
     @abstractmethod
@@ -203,7 +211,7 @@ class Allocator(ABC):
         """Most tokens each of ``num_rows`` rows of one group could reach in an empty pool.
 
         The engine rejects a request beyond it at arrival instead of letting it wait for ever.
-        Assumes the worst case for sharing (rows share nothing).
+        Assumes the worst case for sharing (rows share nothing). 0: such a group never fits.
         """
 
     @abstractmethod
@@ -213,3 +221,62 @@ class Allocator(ABC):
     @abstractmethod
     def check_integrity(self) -> None:
         """Audit slot by slot: AssertionError on a leak, a double owner or a miscount. Slow."""
+
+    # Argument checks that every allocator shares.
+
+    def _known_rows(self, rows: ArrayLike) -> IntArray:
+        """``rows`` as int64 ``[n]``; AllocatorMisuse unless all are within ``max_rows``."""
+        rows = as_indices(rows)
+        # Unsigned, a negative row is out of range too: one comparison checks both ends.
+        if np.count_nonzero(rows.view(np.uint64) < self.pool.max_rows) != rows.size:
+            raise AllocatorMisuse(f"rows must be within [0, {self.pool.max_rows}), got {rows.tolist()}")
+        return rows
+
+    def _distinct_rows(self, rows: ArrayLike) -> IntArray:
+        """``rows`` as int64 ``[n]``; AllocatorMisuse unless known and distinct."""
+        rows = self._known_rows(rows)
+        if rows.size > 1:
+            self._seen[rows] = True
+            num_distinct = np.count_nonzero(self._seen)
+            self._seen[rows] = False
+            if num_distinct != rows.size:
+                raise AllocatorMisuse(f"rows must be distinct, got {rows.tolist()}")
+        return rows
+
+    def _free_rows(self, rows: ArrayLike) -> IntArray:
+        """Distinct rows that hold nothing on any tier."""
+        rows = self._distinct_rows(rows)
+        if np.count_nonzero(self.num_tokens(rows)):
+            raise AllocatorMisuse(f"rows {rows[self.num_tokens(rows) > 0].tolist()} are busy")
+        return rows
+
+    def _token_counts(self, num_tokens: ArrayLike, rows: IntArray) -> int | IntArray:
+        """``num_tokens`` as an int for all rows or int64 ``[n]``; AllocatorMisuse unless >= 1."""
+        if isinstance(num_tokens, int):
+            counts: int | IntArray = num_tokens
+            lowest = num_tokens
+        else:
+            counts = as_indices(num_tokens)
+            if counts.shape != rows.shape:
+                raise AllocatorMisuse(f"{counts.size} token counts for {rows.size} rows")
+            lowest = int(counts.min(initial=1))
+        if lowest < 1:
+            raise AllocatorMisuse(f"num_tokens must be at least 1, got {lowest}")
+        return counts
+
+    def _check_prompt(self, rows: IntArray, num_tokens: int, max_tokens: int) -> None:
+        if rows.size == 0 or not 1 <= num_tokens <= max_tokens <= self.pool.max_tokens:
+            raise AllocatorMisuse(
+                f"an admission needs at least one row and 1 <= num_tokens <= max_tokens <= "
+                f"{self.pool.max_tokens}, got {rows.size} rows, {num_tokens} and {max_tokens}"
+            )
+
+
+def as_indices(values: ArrayLike) -> IntArray:
+    """``values`` as int64 ``[n]``; AllocatorMisuse unless they are integers in one dimension."""
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise AllocatorMisuse(f"expected a 1-D integer array, got {array.dtype} of shape {array.shape}")
+    return np.ascontiguousarray(array, dtype=np.int64)
