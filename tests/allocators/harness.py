@@ -3,9 +3,11 @@
 Each verb is run on the allocator and then, if it was granted, as the engine would: copies in order on
 an array that stands for the pool, then one distinct integer per new token written at its slot. A row
 whose storage does not read back as its history exposes an allocator that shared, copied or handed out
-the wrong slots. The model has no notion of blocks, regions or free lists.
+the wrong slots. The model knows no free list, reference count or region; of paged allocators it knows
+the block size, and says exactly which appends must copy, what may be refused and what swapping shares.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from kvbench.allocator import Allocator, AllocatorMisuse, Capability, Grant, Lay
 class Row:
     tokens: list[int]
     max_tokens: int
-    on_host: bool = False
+    host_blocks: list[tuple[int, int]] | None = None  # (swap-out, device block then), if swapped out
 
 
 class Harness:
@@ -34,10 +36,11 @@ class Harness:
             Tier.HOST: np.full(pool.num_host_slots, -1, dtype=np.int64),
         }
         self.num_written = 0
+        self.num_swap_outs = 0
         self.initial_usage = self.allocator.usage()
 
     def live(self, on_host: bool = False) -> list[int]:
-        return [row for row, state in self.rows.items() if state.on_host == on_host]
+        return [row for row, state in self.rows.items() if (state.host_blocks is not None) == on_host]
 
     def idle(self) -> list[int]:
         return [row for row in range(self.pool.max_rows) if row not in self.rows]
@@ -59,11 +62,15 @@ class Harness:
 
     def append(self, rows: Sequence[int], counts: Sequence[int] | int = 1) -> bool:
         before = self.allocator.usage()
-        grant = self._verb("append", rows, counts)
         per_row = np.broadcast_to(counts, len(rows)).tolist()
+        num_new, num_copies = self._block_needs(rows, per_row)
+        grant = self._verb("append", rows, counts)
         if grant is None:
-            self._check_append_refusal(rows, per_row, before)
+            assert Capability.RESERVES_GROWTH not in self.allocator.supports, "growth was reserved"
+            needed = (num_new + num_copies) * self.allocator.block_size
+            assert needed > before.free, "an append that fits was refused"
             return False
+        assert sum(len(copies.ranges) for copies in grant.copies) == num_copies, "needless or no copies"
         self._run_copies(grant)
         for row, count in zip(rows, per_row, strict=True):
             tokens = self._new_tokens(count)
@@ -89,14 +96,34 @@ class Harness:
             assert self.allocator.usage() == self.initial_usage, "slots leaked: all rows are free"
 
     def swap_out(self, rows: Sequence[int]) -> bool:
-        return self._swap("swap_out", rows)
+        blocks = {row: self._blocks(row) for row in rows}
+        grant = self._verb("swap_out", rows)
+        if grant is None:
+            needed = len(set().union(*blocks.values())) * self.allocator.block_size
+            host_free = self.pool.num_host_slots - self.allocator.usage().host_held
+            assert needed > host_free, "a swap_out that fits was refused"
+            return False
+        self._run_copies(grant)
+        self.num_swap_outs += 1
+        for row in rows:
+            self.rows[row].host_blocks = [(self.num_swap_outs, block) for block in blocks[row]]
+        return True
 
     def swap_in(self, rows: Sequence[int]) -> bool:
         before, empty = self.allocator.usage(), not self.live()
-        granted = self._swap("swap_in", rows)
-        if granted and not empty:
+        num_blocks = len({block for row in rows for block in self.rows[row].host_blocks or ()})
+        grant = self._verb("swap_in", rows)
+        if grant is None:
+            available = before.free - (0 if empty else before.withheld)
+            assert num_blocks * self.allocator.block_size > available, "a swap_in that fits was refused"
+            return False
+        self._run_copies(grant)
+        for row in rows:
+            self.rows[row].host_blocks = None
+        assert len({block for row in rows for block in self._blocks(row)}) == num_blocks, "sharing changed"
+        if not empty:
             assert self.allocator.usage().withheld == before.withheld, "swap_in used the watermark"
-        return granted
+        return True
 
     def misuse(self, verb: str, *args: Any, **kwargs: Any) -> None:
         """The call must raise AllocatorMisuse and change nothing."""
@@ -128,14 +155,20 @@ class Harness:
             assert state_of(self.allocator) == before, f"a refused {verb} changed the allocator"
         return grant
 
-    def _swap(self, verb: str, rows: Sequence[int]) -> bool:
-        grant = self._verb(verb, rows)
-        if grant is None:
-            return False
-        self._run_copies(grant)
-        for row in rows:
-            self.rows[row].on_host = verb == "swap_out"
-        return True
+    def _blocks(self, row: int) -> list[int]:
+        return self.allocator.block_tables([row])[0].tolist()
+
+    def _block_needs(self, rows: Sequence[int], counts: list[int]) -> tuple[int, int]:
+        """Blocks that appending must add, and blocks it must copy: of all who write into one shared
+        block every one does, but for the last if nobody else holds it."""
+        if self.allocator.layout is not Layout.PAGED:
+            return 0, 0
+        size = self.allocator.block_size
+        lengths = [len(self.rows[row].tokens) for row in rows]
+        num_new = sum(-(-(n + k) // size) + -n // size for n, k in zip(lengths, counts, strict=True))
+        holders = Counter(block for row in self.live() for block in self._blocks(row))
+        writers = Counter(self._blocks(row)[-1] for row, n in zip(rows, lengths, strict=True) if n % size)
+        return num_new, sum(k - (k == holders[block]) for block, k in writers.items())
 
     def _new_tokens(self, count: int) -> list[int]:
         self.num_written += count
@@ -161,13 +194,6 @@ class Harness:
         if grant is None and self.allocator.layout is Layout.PAGED:
             needed = -(-num_tokens // self.allocator.block_size) * self.allocator.block_size
             assert needed > before.free - before.withheld, "an admission that fits was refused"
-
-    def _check_append_refusal(self, rows: Sequence[int], counts: list[int], before: Usage) -> None:
-        assert Capability.RESERVES_GROWTH not in self.allocator.supports, "growth was reserved"
-        size = self.allocator.block_size
-        most = sum(-(-(len(self.rows[row].tokens) + n) // size) for row, n in zip(rows, counts, strict=True))
-        kept = sum(len(self.rows[row].tokens) // size for row in rows)
-        assert (most - kept) * size > before.free, "an append that fits was refused"
 
     def _check_layout(self) -> None:
         """What a kernel would read by block table or base slot."""
@@ -212,9 +238,10 @@ class Harness:
         assert 0 <= usage.withheld <= usage.free
         assert (usage.mapped == usage.held) == (len(slots) == len(set(slots))), "mapped is off"
         assert usage.mapped - usage.held >= len(slots) - len(set(slots)), "mapped misses sharing"
-        host_tokens = {token for row in self.live(on_host=True) for token in self.rows[row].tokens}
-        assert usage.host_held >= len(host_tokens)
-        assert (usage.host_held == 0) == (not host_tokens), "host slots leaked"
+        host_blocks = {block for row in self.live(on_host=True) for block in self.rows[row].host_blocks or ()}
+        assert usage.host_held == len(host_blocks) * getattr(self.allocator, "block_size", 0), (
+            "host miscounted"
+        )
 
 
 def state_of(value: Any) -> Any:

@@ -38,6 +38,20 @@ class AllocatorMachine(RuleBasedStateMachine):
         max_tokens = data.draw(st.integers(1, self.harness.pool.max_tokens))
         self.harness.allocate(rows, data.draw(st.integers(1, max_tokens)), max_tokens)
 
+    @precondition(lambda self: self.harness.idle() and self.harness.allocator.usage().free)
+    @rule(data=st.data())
+    def allocate_what_is_free(self, data):
+        num_tokens = min(self.harness.allocator.usage().free, self.harness.pool.max_tokens)
+        self.harness.allocate(_some(data, self.harness.idle()[:2]), num_tokens, num_tokens)
+
+    @precondition(lambda self: not self.harness.rows)
+    @rule(data=st.data(), at_once=st.booleans())
+    def allocate_the_most_admissible(self, data, at_once):
+        rows = _some(data, self.harness.idle()[:4])
+        most = self.harness.allocator.max_admissible_tokens(len(rows))
+        if most and self.harness.allocate(rows, most if at_once else 1, most) and not at_once and most > 1:
+            assert self.harness.append(rows, most - 1), "an admissible group could not grow"
+
     @precondition(lambda self: self.harness.live())
     @rule(data=st.data())
     def decode(self, data):
@@ -138,6 +152,8 @@ def misuses(harness: Harness):
         yield "append", ([row], 0), {}
         yield "append", ([row], [1, 1]), {}
         yield "append", (live, [pool.max_tokens + 1 - length] * len(live)), {}
+        if Capability.RESERVES_GROWTH in harness.allocator.supports:
+            yield "append", ([row], int(harness.allocator.capacity([row])[0]) - length + 1), {}
         yield "slots", ([row], [length]), {}
         yield "slots", ([row], [-1]), {}
         yield "slots", ([row, row], [0]), {}
