@@ -86,6 +86,14 @@ class CopiesAreDropped(PagedSwapAllocator):
         return None if grant is None else Grant()
 
 
+class CopiesReadTheWrongBlock(PagedSwapAllocator):
+    def append(self, rows, num_tokens=1):
+        grant = super().append(rows, num_tokens)
+        for copies in grant.copies if grant else ():
+            copies.ranges[:, 0] = copies.ranges[:, 1]
+        return grant
+
+
 class RefusalChangesState(PagedSwapAllocator):
     def append(self, rows, num_tokens=1):
         grant = super().append(rows, num_tokens)
@@ -161,6 +169,7 @@ TIERS = [
 ]
 ALLOCATORS = [
     CopiesAreDropped,
+    CopiesReadTheWrongBlock,
     RefusalChangesState,
     WatermarkIgnored,
     WatermarkStarvesEmptyPool,
