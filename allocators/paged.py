@@ -1,0 +1,166 @@
+"""Paged allocation: fixed-size blocks on demand, shared by reference count, copied on write."""
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from allocators.blocks import BlockTier
+from kvbench.allocator import (
+    Allocator,
+    AllocatorConfigError,
+    AllocatorMisuse,
+    Capability,
+    Copies,
+    Grant,
+    IntArray,
+    Layout,
+    Pool,
+    Tier,
+    Usage,
+    as_indices,
+)
+
+
+class PagedAllocator(Allocator):
+    """Every row maps its tokens through a block table; a block holds ``block_size`` slots.
+
+    block_size: slots per block. Slots of the pool that do not fill a block (fewer than
+        ``block_size``) can never be used and count as rounding.
+    watermark: fraction of the blocks, rounded up, that admissions and swap-ins leave free for running
+        rows to grow into. An empty device may be filled whole, so that what fits is never starved.
+    """
+
+    layout = Layout.PAGED
+    supports = frozenset({Capability.FORK_SHARES})
+
+    def __init__(self, pool: Pool, *, block_size: int = 16, watermark: float = 0.01) -> None:
+        super().__init__(pool)
+        if block_size < 1:
+            raise AllocatorConfigError(f"block_size must be at least 1, got {block_size}")
+        if not 0 <= watermark < 1:
+            raise AllocatorConfigError(f"watermark must be a fraction in [0, 1), got {watermark}")
+        if pool.num_slots < block_size:
+            raise AllocatorConfigError(
+                f"pool.size holds {pool.num_slots} slots, less than one block: raise pool.size or lower "
+                f"block_size from {block_size} to at most {pool.num_slots}"
+            )
+        self.block_size = block_size
+        self._device = BlockTier(pool.num_slots // block_size, block_size, pool.max_rows, pool.max_tokens)
+        # Rounded up, but not by the noise of a product that is whole: 0.07 * 100 is 7.000000000000001.
+        self._watermark = max(math.ceil(watermark * self._device.num_blocks - 1e-9), int(watermark > 0))
+
+    def allocate(self, rows: ArrayLike, num_tokens: int, *, max_tokens: int) -> Grant | None:
+        rows = self._free_rows(rows)
+        self._check_prompt(rows, num_tokens, max_tokens)
+        if -(-num_tokens // self.block_size) > self._num_admissible_blocks():
+            return None
+        self._device.place(rows, num_tokens)
+        return Grant()
+
+    def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
+        rows = self._distinct_rows(rows)
+        device = self._device
+        before = device.lengths[rows]
+        after = before + self._token_counts(num_tokens, rows)
+        # Absent rows have limit 0 and no limit exceeds max_tokens: only these can be misused.
+        crossing = (after > device.limits[rows]).nonzero()[0]
+        self._check_growth(rows[crossing], after[crossing])
+        num_new = -(-after[crossing] // self.block_size) - device.num_blocks_of(rows[crossing])
+        copying = device.writers_to_copy(rows) if device.shares else rows[:0]
+        if num_new.sum() + copying.size > device.num_free:
+            return None
+        grant = Grant()
+        if copying.size:
+            grant = self._move(Tier.DEVICE, Tier.DEVICE, *device.copy_tails(copying))
+        if crossing.size:
+            device.extend(rows[crossing], num_new)
+        device.lengths[rows] = after
+        device.vacant -= int(after.sum() - before.sum())
+        return grant
+
+    def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
+        parents = self._known_rows(parents)
+        self._check_on_device(parents)
+        children = self._free_rows(children)
+        if parents.size != children.size:
+            raise AllocatorMisuse(f"{parents.size} parents for {children.size} children")
+        self._device.share(parents, children)
+        return Grant()
+
+    def free(self, rows: ArrayLike) -> None:
+        rows = self._distinct_rows(rows)
+        self._check_on_device(rows)
+        self._device.release(rows)
+
+    def slots(self, rows: ArrayLike, positions: ArrayLike) -> IntArray:
+        rows, positions = self._known_rows(rows), as_indices(positions)
+        if rows.size != positions.size:
+            raise AllocatorMisuse(f"{positions.size} positions for {rows.size} rows")
+        # Unsigned, a negative position is beyond the end too.
+        held = positions.view(np.uint64) < self._device.lengths[rows].view(np.uint64)
+        if np.count_nonzero(held) != rows.size:
+            raise AllocatorMisuse(f"rows {rows[~held].tolist()} hold no token {positions[~held].tolist()}")
+        columns: IntArray = positions // self.block_size
+        first = (self._device.tables[rows, columns] - columns) * self.block_size
+        return first + positions
+
+    def block_tables(self, rows: ArrayLike) -> NDArray[np.int32]:
+        rows = self._known_rows(rows)
+        self._check_on_device(rows)
+        longest = int(self._device.lengths[rows].max(initial=0))
+        return self._device.tables[:, : -(-longest // self.block_size)][rows]
+
+    def num_tokens(self, rows: ArrayLike) -> IntArray:
+        return self._device.lengths[self._known_rows(rows)]
+
+    def capacity(self, rows: ArrayLike) -> IntArray:
+        rows = self._known_rows(rows)
+        device = self._device
+        return device.lengths[rows] + np.where(device.owns_tail[rows], device.room_in_tails(rows), 0)
+
+    def max_admissible_tokens(self, num_rows: int) -> int:
+        if num_rows < 1:
+            raise AllocatorMisuse(f"a group has at least one row, got {num_rows}")
+        if num_rows > self.pool.max_rows:
+            return 0
+        return min(self._device.num_blocks // num_rows * self.block_size, self.pool.max_tokens)
+
+    def usage(self) -> Usage:
+        device = self._device
+        held = device.num_held * self.block_size
+        return Usage(
+            num_slots=self.pool.num_slots,
+            token_states=held - device.vacant,
+            vacant=device.vacant,
+            rounding=self.pool.num_slots % self.block_size,
+            free=device.num_free * self.block_size,
+            withheld=min(self._watermark, device.num_free) * self.block_size,
+            mapped=device.mapped * self.block_size,
+            host_held=0,
+        )
+
+    def check_integrity(self) -> None:
+        self._device.audit()
+
+    def _num_admissible_blocks(self) -> int:
+        """Blocks that an admission may take."""
+        device = self._device
+        return device.num_free if device.num_held == 0 else device.num_free - self._watermark
+
+    def _check_on_device(self, rows: IntArray) -> None:
+        lengths = self._device.lengths[rows]
+        if np.count_nonzero(lengths) != rows.size:
+            raise AllocatorMisuse(f"rows {rows[lengths == 0].tolist()} hold nothing on the device")
+
+    def _check_growth(self, rows: IntArray, lengths: IntArray) -> None:
+        self._check_on_device(rows)
+        too_long = lengths > self.pool.max_tokens
+        if np.count_nonzero(too_long):
+            raise AllocatorMisuse(f"rows {rows[too_long].tolist()} outgrow {self.pool.max_tokens} tokens")
+
+    def _move(self, source: Tier, destination: Tier, blocks: IntArray, new_blocks: IntArray) -> Grant:
+        """Copies of whole blocks, as slot ranges."""
+        size = np.full(blocks.size, self.block_size, dtype=np.int64)
+        ranges = np.stack([blocks * self.block_size, new_blocks * self.block_size, size], axis=1)
+        return Grant((Copies(source, destination, ranges),))

@@ -1,0 +1,30 @@
+"""The laws of kvbench.allocator over every allocator that conf/allocator names."""
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from allocators.paged_swap import PagedSwapAllocator
+from tests.allocators.cases import NAMES, maker
+from tests.allocators.machine import SETTINGS, machine
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_laws_hold_over_random_verbs(name):
+    run_state_machine_as_test(machine(maker(name)), settings=SETTINGS)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8])
+def test_laws_hold_for_other_block_sizes(block_size):
+    def make(pool):
+        return PagedSwapAllocator(pool, block_size=block_size, watermark=0.1)
+
+    run_state_machine_as_test(machine(make), settings=SETTINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_laws_hold_over_ten_thousand_steps(name):
+    cls = machine(maker(name))
+    run_state_machine_as_test(cls, settings=settings(SETTINGS, max_examples=140, stateful_step_count=100))
+    assert cls.num_steps >= 10_000
