@@ -105,7 +105,9 @@ def repeat_kv_heads(model: PreTrainedModel, kv_heads: int) -> PreTrainedModel:
             heads = state[name].unflatten(0, (own, -1))
             state[name] = heads.repeat_interleave(kv_heads // own, dim=0).flatten(0, 1)
     text_config.num_key_value_heads = kv_heads
-    return weights.with_state_dict(type(model), config, state)
+    repeated = weights.with_state_dict(type(model), config, state)
+    repeated.generation_config = model.generation_config
+    return repeated
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
@@ -182,9 +184,11 @@ def _load_random(cfg: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)
+    model: PreTrainedModel = LlamaForCausalLM(config)
     randomise(model, cfg.seed)
-    model.to(dtype)  # type: ignore[arg-type]  # transformers hides its signature behind a wrapper
+    # Not model.to(dtype), which would also round the rotary frequencies.
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    model = weights.with_state_dict(LlamaForCausalLM, config, state)
     return model, tokenizer, {"source": "random", "seed": cfg.seed}
 
 
