@@ -5,11 +5,15 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbench.errors import ConfigError
+from kvbench.models import ModelConfig, load
 from kvbench.prompts import SHIPPED, read_prompts
+from kvbench.workload import WorkloadConfig, build
+from tests.test_weights import SMOLLM2_CACHED
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(str.strip)
 ONE_LINE = st.text(
@@ -95,3 +99,23 @@ def test_shipped_prompts_are_96_distinct_texts_of_eight_categories():
     assert len({item["prompt"] for item in items}) == 96
     assert set(Counter(item["category"] for item in items).values()) == {12}
     assert len({item["category"] for item in items}) == 8
+
+
+@pytest.mark.skipif(not SMOLLM2_CACHED, reason="the quick suite does not download")
+def test_shipped_prompts_have_5_to_400_tokens():
+    tokenizer = load(ModelConfig(), torch.float32).tokenizer
+    lengths = [len(tokenizer.encode(prompt)) for prompt in read_prompts(None)]
+    assert 5 <= min(lengths) < 10
+    assert 300 < max(lengths) <= 400
+    assert len(set(lengths)) > 48  # varied
+
+
+@pytest.mark.skipif(not SMOLLM2_CACHED, reason="the quick suite does not download")
+def test_lengths_are_exact_in_smollm2_tokens(tmp_path):
+    loaded = load(ModelConfig(), torch.float32)
+    file = write(tmp_path, "l.csv", "input_tokens,output_tokens\n160,106\n490,1\n1,576\n")
+    cfg = WorkloadConfig(lengths=file, chat_template=False, output_tokens=None)
+    vocab_size = loaded.model.config.vocab_size
+    requests = build(cfg, loaded.tokenizer, vocab_size=vocab_size, max_tokens=loaded.max_tokens, seed=0)
+    assert [(len(r.prompt), r.max_new_tokens) for r in requests] == [(160, 106), (490, 1), (1, 576)]
+    assert " the " in loaded.tokenizer.decode(requests[1].prompt)

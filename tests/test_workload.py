@@ -149,8 +149,8 @@ def test_output_length_distributions(tmp_path):
 
 @pytest.mark.parametrize(
     "spec",
-    [None, 0, True, 2.5, "x", {}, {"normal": [1, 2]}, {"uniform": [5, 3]}, {"uniform": [0, 3]}, {"uniform": 4},
-     {"lognormal": {"mean": 5}}, {"lognormal": {"mean": -5, "cv": 1}}, {"from": 3},
+    [None, 0, True, 2.5, "x", {}, {"normal": [1, 2]}, {"uniform": [5, 3]}, {"uniform": [0, 3]},
+     {"uniform": 4}, {"lognormal": {"mean": 5}}, {"lognormal": {"mean": -5, "cv": 1}}, {"from": 3},
      {"uniform": [1, 2], "from": "x.csv"}],
 )  # fmt: skip
 def test_illegal_output_tokens_are_refused_with_the_legal_forms(spec):
