@@ -99,6 +99,10 @@ def _whole_prompts(
     prompt_rng: np.random.Generator,
     length_rng: np.random.Generator,
 ) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
+    if cfg.output_tokens is None:
+        raise ConfigError(
+            "workload.lengths: give a CSV with columns input_tokens,output_tokens, or set workload.output_tokens"
+        )
     texts = read_prompts(cfg.prompts)
     num_requests = cfg.num_requests or len(texts)
     chosen = list(itertools.islice(_shuffled_passes(len(texts), prompt_rng), num_requests))

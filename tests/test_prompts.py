@@ -13,7 +13,7 @@ from kvbench.errors import ConfigError
 from kvbench.models import ModelConfig, load
 from kvbench.prompts import SHIPPED, read_prompts
 from kvbench.workload import WorkloadConfig, build
-from tests.test_weights import SMOLLM2_CACHED
+from tests.smollm2 import needs_smollm2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(str.strip)
 ONE_LINE = st.text(
@@ -101,7 +101,7 @@ def test_shipped_prompts_are_96_distinct_texts_of_eight_categories():
     assert len({item["category"] for item in items}) == 8
 
 
-@pytest.mark.skipif(not SMOLLM2_CACHED, reason="the quick suite does not download")
+@needs_smollm2
 def test_shipped_prompts_have_5_to_400_tokens():
     tokenizer = load(ModelConfig(), torch.float32).tokenizer
     lengths = [len(tokenizer.encode(prompt)) for prompt in read_prompts(None)]
@@ -110,7 +110,7 @@ def test_shipped_prompts_have_5_to_400_tokens():
     assert len(set(lengths)) > 48  # varied
 
 
-@pytest.mark.skipif(not SMOLLM2_CACHED, reason="the quick suite does not download")
+@needs_smollm2
 def test_lengths_are_exact_in_smollm2_tokens(tmp_path):
     loaded = load(ModelConfig(), torch.float32)
     file = write(tmp_path, "l.csv", "input_tokens,output_tokens\n160,106\n490,1\n1,576\n")

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from kvbench import models, weights
 from kvbench.errors import ConfigError
 from kvbench.models import ModelConfig, load
+from tests.smollm2 import needs_smollm2
 from tests.tiny_models import FAMILIES, tiny_model
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
 CONTENT = b"these bytes stand for weights"
 TOKENS = torch.arange(5, 45)[None]
-SMOLLM2_CACHED = any((weights.cache_root() / f"smollm2-{origin}").is_dir() for origin in weights.SOURCES)
 
 
 def fill(staging: Path) -> str:
@@ -237,7 +237,7 @@ def test_yaml_matches_the_schema_and_explains_every_key(file):
     assert all("  # " in line for line in file.read_text().splitlines())
 
 
-@pytest.mark.skipif(not SMOLLM2_CACHED, reason="the quick suite does not download")
+@needs_smollm2
 def test_smollm2_mha_keeps_the_logits():
     plain = load(ModelConfig(), torch.float32)
     repeated = load(ModelConfig(kv_heads=9), torch.float32)
