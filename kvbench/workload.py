@@ -101,7 +101,8 @@ def _whole_prompts(
 ) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
     if cfg.output_tokens is None:
         raise ConfigError(
-            "workload.lengths: give a CSV with columns input_tokens,output_tokens, or set workload.output_tokens"
+            "workload.lengths: give a CSV with columns input_tokens and output_tokens, "
+            "or set workload.output_tokens"
         )
     texts = read_prompts(cfg.prompts)
     num_requests = cfg.num_requests or len(texts)
@@ -127,7 +128,8 @@ def _cut_prompts(
     rows = read_columns(str(cfg.lengths), columns, "workload.lengths")
     take = np.arange(cfg.num_requests or len(rows["input_tokens"])) % len(rows["input_tokens"])
     inputs, outputs = (np.array(rows[column], dtype=np.int64)[take] for column in columns)
-    texts = [_encode(text, tokenizer, chat_template=False) for text in read_prompts(cfg.prompts)]
+    # Joined texts: no token that marks the beginning of one may stand in their middle.
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in read_prompts(cfg.prompts)]
     stream = itertools.chain.from_iterable(texts[index] for index in _shuffled_passes(len(texts), rng))
     return [np.fromiter(itertools.islice(stream, int(n)), np.int32, int(n)) for n in inputs], outputs
 

