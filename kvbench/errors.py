@@ -1,5 +1,5 @@
-"""Errors a user can act on."""
+"""The one error that bad input raises."""
 
 
 class ConfigError(ValueError):
-    """Bad input: the message names the setting to change and its legal values."""
+    """A setting or an input file cannot be used; the message names the setting to change."""
