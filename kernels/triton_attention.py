@@ -16,14 +16,16 @@ prefill  K and V of the context per query      ``4 H D`` per            tensor c
 
 Settings follow from that, not from tuning:
 
-* A K tile is 16 KiB. With V and one tile in flight a program keeps 32 KiB on the way, as much as
-  bandwidth times latency asks of a whole multiprocessor (25 KiB on an H200), and several fit.
+* A K tile is 16 KiB and two tiles of K and V are in flight, 64 KiB per program: more than bandwidth
+  times latency asks of a whole multiprocessor (25 KiB on an H200), and two or three programs fit one.
+  Behind a block table that takes more pipeline stages, as its entries are fetched two tiles earlier.
 * KV heads are decode's fastest grid axis: programs that run together read neighbouring addresses.
 * Query heads of a group share one read of K and V. Tensor cores work on 16 rows; those that a small
   group leaves empty cost nothing while memory is the limit. float32 runs on CUDA cores: no padding.
 * Contexts are cut into as many splits as fill the device 4 programs deep, none under 256 tokens. The
   number follows from shapes; lengths stay on the device, so nothing synchronises and CUDA graphs hold.
-* Prefill takes 64 query rows per program, or 16 where sequences bring fewer than 32 new tokens.
+* Prefill takes 128 query rows per program (64 at head_dim 256), or 16 where sequences bring fewer than
+  64 new tokens or the dtype is float32: what fits the registers without spilling.
 """
 
 from dataclasses import dataclass
@@ -37,7 +39,6 @@ from kernels.addressing import BaseSlots, BlockTables
 from kernels.triton_attention_kernels import LOG2_E, combine_kernel, decode_kernel, prefill_kernel
 from kernels.triton_launch import Launch, num_processors
 
-KEY_TILE_BYTES = 16 * 1024
 PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 256
@@ -119,7 +120,7 @@ class Attention:
             "partial_sums": self.query.new_empty((*shape, head_dim), dtype=torch.float32),
             "partial_stats": self.query.new_empty((*shape, 2), dtype=torch.float32),
         }
-        arguments = self._arguments()
+        arguments = self._arguments(key_tile_bytes=16 * 1024, max_tile=128)
         rows = triton.next_power_of_2(self.group)
         decode = Launch(
             decode_kernel,
@@ -131,6 +132,7 @@ class Attention:
                 "MIN_SPLIT_TILES": triton.cdiv(MIN_SPLIT_TOKENS, arguments["TILE"]),
                 "SPLIT": num_splits > 1,
             },
+            num_stages=self._num_stages(),
         )
         combine = Launch(
             combine_kernel,
@@ -147,18 +149,22 @@ class Attention:
         return [decode, combine] if num_splits > 1 else [decode]
 
     def prefill_launch(self, query_starts: Tensor) -> Launch:
-        num_tokens, num_query_heads, _ = self.query.shape
+        num_tokens, num_query_heads, head_dim = self.query.shape
         num_sequences = self.lengths.shape[0]
-        rows = 64 if num_tokens >= 32 * num_sequences else 16
+        half = self.query.dtype != torch.float32
+        many = half and num_tokens >= 64 * num_sequences
+        rows = (128 if head_dim <= 128 else 64) if many else 16
         return Launch(
             prefill_kernel,
             (num_query_heads, num_tokens // rows + num_sequences),
             {
-                **self._arguments(),
+                **self._arguments(key_tile_bytes=(16 if half else 8) * 1024, max_tile=64),
                 "query_starts": query_starts,
                 "num_sequences": num_sequences,
                 "ROWS": rows,
             },
+            num_warps=8 if many else 4,
+            num_stages=self._num_stages(),
         )
 
     def _num_splits(self) -> int:
@@ -166,14 +172,18 @@ class Attention:
         wanted = PROGRAMS_PER_PROCESSOR * num_processors(self.query.device)
         return max(1, min(MAX_SPLITS, wanted // num_programs))
 
-    def _arguments(self) -> dict[str, Any]:
+    def _num_stages(self) -> int:
+        """Pipeline stages that keep two tiles of K and V in flight, behind a block table or not."""
+        return 5 if isinstance(self.where, BlockTables) else 3
+
+    def _arguments(self, key_tile_bytes: int, max_tile: int) -> dict[str, Any]:
         """What decode and prefill have in common."""
         head_dim = self.query.shape[2]
         dims = max(16, triton.next_power_of_2(head_dim))
         if isinstance(self.where, BlockTables):
-            where, where_stride, block_size = self.where.tables, self.where.tables.stride(0), self.where.block_size
+            where, where_stride = self.where.tables, self.where.tables.stride(0)
         else:
-            where, where_stride, block_size = self.where.bases, 1, 0
+            where, where_stride = self.where.bases, 1
         return {
             "out": self.out,
             "query": self.query,
@@ -189,8 +199,8 @@ class Attention:
             "GROUP": self.group,
             "HEAD_DIM": head_dim,
             "DIMS": dims,
-            "BLOCK_SIZE": block_size,
-            "TILE": min(128, max(16, KEY_TILE_BYTES // (dims * self.query.element_size()))),
+            "BLOCK_SIZE": self.where.block_size if isinstance(self.where, BlockTables) else 0,
+            "TILE": min(max_tile, max(16, key_tile_bytes // (dims * self.query.element_size()))),
             "WINDOW": self.window,
             "SOFTCAP": self.softcap,
         }

@@ -164,8 +164,8 @@ def decode_kernel(
         tl.store(sums, value_sums, mask=mask & (row_sum > 0)[:, None])
     else:
         # The row's largest score adds 1 to its sum: only an empty row's is below.
-        result = value_sums / tl.maximum(row_sum, 1.0)[:, None]
-        tl.store(out + out_rows[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+        result = (value_sums / tl.maximum(row_sum, 1.0)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_rows[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
