@@ -23,15 +23,17 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
     def run(self) -> None:
         if all(self.grid):
-            self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[self.grid](**self.arguments, **self.options)
 
     def compile(self) -> Any:
         """Compile for the active driver's target without running: the compiled kernel."""
-        return self.kernel.warmup(
-            grid=self.grid, **self.arguments, num_warps=self.num_warps, num_stages=self.num_stages
-        )
+        return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
 
 
 @cache
