@@ -1,0 +1,153 @@
+"""Triton kernels cross-compiled for GPUs that need not be there, and held to a budget of resources."""
+
+import pytest
+import torch
+
+from kernels.addressing import BaseSlots, BlockTables
+from kernels.triton_attention import Attention
+from kernels.triton_data import copy_launch, store_launch
+from kernels.triton_launch import INTERPRETED, Launch
+from tests.kernels.cubin import Cubin, compile_cubin
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set: nothing is compiled")
+
+ARCHITECTURES = pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
+half, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
+
+# (dtype, query heads, KV heads, head_dim, block_size (0: contiguous), window, softcap)
+Shape = tuple[torch.dtype, int, int, int, int, int, float]
+HALF_DECODE: list[Shape] = [
+    (half, 32, 8, 128, 16, 0, 0.0),
+    (half, 32, 8, 128, 0, 0, 0.0),
+    (half, 32, 8, 128, 64, 0, 0.0),
+    (bfloat16, 9, 3, 64, 16, 0, 0.0),
+    (bfloat16, 12, 12, 64, 0, 4096, 50.0),
+]
+OTHER_DECODE: list[Shape] = [
+    (half, 8, 8, 80, 16, 0, 0.0),
+    (bfloat16, 8, 1, 256, 16, 4096, 50.0),
+    (float32, 9, 3, 64, 16, 0, 0.0),
+    (float32, 32, 8, 128, 0, 0, 0.0),
+    (float32, 4, 2, 8, 4, 0, 0.0),
+]
+PREFILL: list[Shape] = [
+    (half, 32, 8, 128, 16, 0, 0.0),
+    (bfloat16, 9, 3, 64, 0, 0, 0.0),
+    (bfloat16, 8, 4, 256, 16, 4096, 50.0),
+    (float32, 9, 3, 64, 16, 0, 0.0),
+]
+ALL_SHAPES: list[Shape] = [
+    (dtype, 8, kv_heads, head_dim, block_size, window, softcap)
+    for dtype in (half, bfloat16, float32)
+    for kv_heads in (8, 2, 1)
+    for head_dim in (16, 64, 80, 96, 128, 256)
+    for block_size in (0, 1, 16, 256)
+    for window, softcap in ((0, 0.0), (4096, 50.0))
+]
+
+# Two programs of decode share a multiprocessor of sm_80 (164 KiB, 65536 registers, 128 threads each).
+SHARED_BYTES_BUDGET = 81 * 1024
+REGISTER_BUDGET = 168
+
+
+def _attention(shape: Shape, num_tokens: int = 2) -> Attention:
+    dtype, query_heads, kv_heads, head_dim, block_size, window, softcap = shape
+    cache = torch.empty(64, kv_heads, head_dim, dtype=dtype)
+    query = torch.empty(num_tokens, query_heads, head_dim, dtype=dtype)
+    where = (
+        BlockTables(torch.zeros(2, 8, dtype=torch.int32), block_size)
+        if block_size
+        else BaseSlots(torch.zeros(2, dtype=torch.int64))
+    )
+    lengths = torch.zeros(2, dtype=torch.int32)
+    return Attention(query, cache, cache, where, lengths, torch.empty_like(query), 0.1, window, softcap)
+
+
+def _decode(shape: Shape, capability: int) -> Cubin:
+    return compile_cubin(_attention(shape).decode_launches()[0], capability)
+
+
+def _prefill(shape: Shape, capability: int, num_tokens: int) -> Cubin:
+    starts = torch.zeros(3, dtype=torch.int32)
+    return compile_cubin(_attention(shape, num_tokens).prefill_launch(starts), capability)
+
+
+def _assert_decode_budget(cubin: Cubin) -> None:
+    assert cubin.num_spills == 0
+    assert cubin.registers <= REGISTER_BUDGET
+    assert cubin.shared_bytes <= SHARED_BYTES_BUDGET
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("shape", HALF_DECODE, ids=str)
+def test_half_decode_reads_16_bytes_at_a_time_into_tensor_cores(shape: Shape, capability: int) -> None:
+    cubin = _decode(shape, capability)
+    _assert_decode_budget(cubin)
+    assert cubin.count(r"HMMA\..*") > 0
+    # K and V go to shared memory asynchronously; what is narrower are entries of the block table.
+    wide, all_copies = cubin.count(r"LDGSTS\..*\.128"), cubin.count(r"LDGSTS\..*")
+    assert wide >= 48
+    table_reads = all_copies - wide
+    assert table_reads <= (5 if shape[4] else 0)
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_paging_keeps_as_much_in_flight(block_size: int, capability: int) -> None:
+    paged = _decode((half, 32, 8, 128, block_size, 0, 0.0), capability)
+    contiguous = _decode((half, 32, 8, 128, 0, 0, 0.0), capability)
+    assert paged.count(r"LDGSTS\..*\.128") == contiguous.count(r"LDGSTS\..*\.128")
+    assert paged.count(r"HMMA\..*") == contiguous.count(r"HMMA\..*")
+    assert 0 <= paged.shared_bytes - contiguous.shared_bytes < 1024
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("shape", OTHER_DECODE, ids=str)
+def test_decode_fits_its_budget(shape: Shape, capability: int) -> None:
+    _assert_decode_budget(_decode(shape, capability))
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("num_tokens", [256, 2], ids=["tall", "short"])
+@pytest.mark.parametrize("shape", PREFILL, ids=str)
+def test_prefill_uses_tensor_cores_without_spills(shape: Shape, num_tokens: int, capability: int) -> None:
+    cubin = _prefill(shape, capability, num_tokens)
+    assert cubin.num_spills == 0
+    assert (cubin.count(r"HG?MMA\..*") > 0) == (shape[0] != float32)
+    assert (cubin.count(r"HGMMA\..*") > 0) == (capability == 90 and num_tokens == 256 and shape[0] != float32)
+
+
+@pytest.mark.slow
+@ARCHITECTURES
+@pytest.mark.parametrize("shape", ALL_SHAPES, ids=str)
+def test_every_shape_compiles_within_budget(shape: Shape, capability: int) -> None:
+    _assert_decode_budget(_decode(shape, capability))
+    for num_tokens in (256, 2):
+        assert _prefill(shape, capability, num_tokens).num_spills == 0
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_combine_does_not_spill(head_dim: int, capability: int) -> None:
+    launches = _attention((half, 8, 2, head_dim, 16, 0, 0.0)).decode_launches()
+    assert compile_cubin(launches[1], capability).num_spills == 0
+
+
+def _store_launch() -> Launch:
+    key, value = torch.empty(2, 12, 80, dtype=half)[:, 4:].split(4, dim=1)
+    cache = torch.empty(64, 4, 80, dtype=half)
+    return store_launch(key, value, cache, cache, torch.zeros(2, dtype=torch.int64))
+
+
+def _copy_launch() -> Launch:
+    kv = torch.empty(2, 2, 64, 8, 128, dtype=bfloat16)
+    return copy_launch(kv, kv, *torch.zeros(2, 16, dtype=torch.int64))
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("launch", [_store_launch(), _copy_launch()], ids=["store", "copy"])
+def test_data_moves_16_bytes_at_a_time(launch: Launch, capability: int) -> None:
+    cubin = compile_cubin(launch, capability)
+    assert cubin.num_spills == 0
+    assert cubin.count(r"LDG\..*\.128") == cubin.count(r"STG\..*\.128") > 0
+    assert cubin.count(r"STG\..*") == cubin.count(r"STG\..*\.128")

@@ -1,0 +1,91 @@
+"""Triton kernels against the reference, interpreted on the CPU.
+
+Triton decides at import whether it interprets, and other tests of the suite compile. So the checks run
+in one process of their own, in which TRITON_INTERPRET is set. The interpreter multiplies bfloat16 as
+integers: attention in bfloat16 is left to the GPU tests; the code is that of float16.
+"""
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+from tests.kernels import triton_checks as checks
+
+Run = Callable[..., None]
+
+
+def _interpreting() -> bool:
+    from kernels.triton_launch import INTERPRETED
+
+    return INTERPRETED
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Run]:
+    """Runs a check in the interpreter's process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            assert process.submit(_interpreting).result()
+            yield lambda check, *args: process.submit(check, *args).result()
+
+
+@pytest.mark.parametrize("case", checks.DECODE_CASES, ids=lambda case: case.name)
+def test_decode_matches_reference(interpreted: Run, case: checks.AttentionCase) -> None:
+    interpreted(checks.check_decode, case)
+
+
+@pytest.mark.parametrize("case", checks.PREFILL_CASES, ids=lambda case: case.name)
+def test_prefill_matches_reference(interpreted: Run, case: checks.AttentionCase) -> None:
+    interpreted(checks.check_prefill, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 16), ((3, 3), 80), ((20, 20), 64)])
+def test_store_writes_the_named_slots_only(
+    interpreted: Run, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
+) -> None:
+    interpreted(checks.check_store, checks.AttentionCase((7,), heads=heads, head_dim=head_dim, dtype=dtype))
+
+
+COPIES = {
+    "none": [],
+    "blocks": [(0, 16, 16), (32, 48, 16)],
+    "one source for many": [(0, 16, 5), (0, 24, 5), (0, 40, 5)],
+    "chain": [(0, 16, 8), (16, 32, 8), (32, 48, 8)],
+    "overwritten source": [(16, 32, 8), (0, 16, 8)],
+    "last write wins": [(0, 32, 8), (16, 34, 3), (20, 33, 1)],
+    "partial overlap": [(0, 10, 4), (12, 20, 6)],
+    "empty ranges": [(0, 16, 8), (18, 40, 0), (16, 32, 0), (3, 30, 2)],
+}
+
+
+@pytest.mark.parametrize("ranges", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_copies_have_the_effect_of_their_order(
+    interpreted: Run, ranges: list[tuple[int, int, int]], dtype: torch.dtype
+) -> None:
+    interpreted(checks.check_copy, ranges, dtype)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_copies_have_the_effect_of_their_order(interpreted: Run, seed: int) -> None:
+    draw = random.Random(seed)
+    ranges = []
+    while len(ranges) < 6:
+        count, source, destination = draw.randint(0, 6), draw.randint(0, 58), draw.randint(0, 58)
+        if abs(source - destination) >= count:
+            ranges.append((source, destination, count))
+    interpreted(checks.check_copy, ranges, torch.float16)
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 8, 8), (60, 0, 4), (16, 30, 10)]])
+def test_transfer_between_pools_of_different_size(
+    interpreted: Run, ranges: list[tuple[int, int, int]]
+) -> None:
+    interpreted(checks.check_transfer, ranges)
