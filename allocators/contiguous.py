@@ -73,9 +73,7 @@ class ContiguousAllocator(Allocator):
         rows, lengths = self._live_rows(rows)
         grown = lengths + self._token_counts(num_tokens, rows)
         if np.any(grown > self._capacity[rows]):
-            raise AllocatorMisuse(
-                f"rows {rows[grown > self._capacity[rows]].tolist()} outgrow their reservation"
-            )
+            raise AllocatorMisuse(f"rows {rows[grown > self._capacity[rows]].tolist()} outgrow their reservation")
         self._lengths[rows] = grown
         self._token_states += int(grown.sum() - lengths.sum())
         return Grant()

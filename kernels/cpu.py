@@ -51,9 +51,7 @@ def prefill_attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    return _attention(
-        query, key_cache, value_cache, where, query_starts, lengths, scale, window, softcap, out
-    )
+    return _attention(query, key_cache, value_cache, where, query_starts, lengths, scale, window, softcap, out)
 
 
 def _attention(

@@ -254,9 +254,7 @@ def softmax_step(typing, scores, low, high, cap, state, rescale, group, capped):
 
 
 @intrinsic(prefer_literal=True)
-def value_step(
-    typing, weights, value, rows, next_value, next_rows, low, high, rescale, output, head_dim, group, kind
-):
+def value_step(typing, weights, value, rows, next_value, next_rows, low, high, rescale, output, head_dim, group, kind):
     """``output = output * rescale + weights @ values`` over the tokens ``low <= t < high`` of a tile.
 
     weights: float32 ``[group, TILE]``. rows: int64 ``[TILE]``, byte offsets from ``value``.
@@ -267,9 +265,7 @@ def value_step(
     dim, heads, kind_value = head_dim.literal_value, group.literal_value, kind.literal_value
     lanes, num_vectors = _vectors(dim)
 
-    def emit_block(
-        e, weights, value, rows, next_value, next_rows, low, high, rescale, output, block, columns
-    ):
+    def emit_block(e, weights, value, rows, next_value, next_rows, low, high, rescale, output, block, columns):
         builder = e.builder
         registers = {}
         for g in block:
@@ -277,9 +273,7 @@ def value_step(
                 registers[g, v] = cgutils.alloca_once_value(builder, e.constant(0.0, lanes))
         with cgutils.for_range_slice(builder, low, high, _I64(1)) as (t, _):
             row = builder.add(value, e.load_scalar(builder.add(rows, builder.mul(t, _I64(8))), _I64))
-            upcoming = builder.add(
-                next_value, e.load_scalar(builder.add(next_rows, builder.mul(t, _I64(8))), _I64)
-            )
+            upcoming = builder.add(next_value, e.load_scalar(builder.add(next_rows, builder.mul(t, _I64(8))), _I64))
             e.prefetch(upcoming, dim * ITEM_BYTES[kind_value])
             token = builder.add(weights, builder.mul(t, _I64(4)))
             w = {g: e.splat(e.load_scalar(e.offset(token, g * TILE * 4)), lanes) for g in block}

@@ -89,9 +89,7 @@ def _attend_range(
         row_sum = row_sum * rescale + tl.sum(exponentials, axis=1)
         row_max = new_max
         value = tl.load(value_cache + offsets, mask=mask, other=0.0)
-        value_sums = tl.dot(
-            exponentials.to(value.dtype), value, value_sums * rescale[:, None], input_precision="ieee"
-        )
+        value_sums = tl.dot(exponentials.to(value.dtype), value, value_sums * rescale[:, None], input_precision="ieee")
     return value_sums, row_max, row_sum
 
 

@@ -106,9 +106,7 @@ def copy_slots(kv: Tensor, ranges: Tensor) -> None:
         copy_launch(kv, kv, source, destination).run()
 
 
-def copy_launch(
-    source_kv: Tensor, destination_kv: Tensor, source_slots: Tensor, destination_slots: Tensor
-) -> Launch:
+def copy_launch(source_kv: Tensor, destination_kv: Tensor, source_slots: Tensor, destination_slots: Tensor) -> Launch:
     """Copy slots of all layers in one launch; slots: int64 ``[n]`` on the pools' device."""
     num_layers, _, _, num_kv_heads, head_dim = source_kv.shape
     if not (source_kv.is_contiguous() and destination_kv.is_contiguous()):

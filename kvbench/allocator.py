@@ -130,7 +130,7 @@ class Allocator(ABC):
 
     layout: ClassVar[Layout]
     supports: ClassVar[frozenset[Capability]]
-    block_size: int  # PAGED only: slots per block
+    block_size: int = 0  # slots per block; 0 where the layout is CONTIGUOUS
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

@@ -52,7 +52,6 @@ def _trace(file: str | None, num_requests: int) -> NDArray[np.float64]:
     times = np.array(read_columns(file, {"arrival_s": seconds}, setting)["arrival_s"])
     if len(times) < num_requests:
         raise ConfigError(
-            f"{setting}: {file} has {len(times)} arrivals for {num_requests} requests; "
-            "lower workload.num_requests"
+            f"{setting}: {file} has {len(times)} arrivals for {num_requests} requests; lower workload.num_requests"
         )
     return np.sort(times)[:num_requests]

@@ -21,9 +21,7 @@ def read_text(path: str, setting: str) -> str:
         raise ConfigError(f"{setting}: {path}:{line}: not UTF-8 text") from error
 
 
-def read_columns(
-    path: str, parsers: Mapping[str, Callable[[str], float]], setting: str
-) -> dict[str, list[float]]:
+def read_columns(path: str, parsers: Mapping[str, Callable[[str], float]], setting: str) -> dict[str, list[float]]:
     """The columns named in ``parsers``, at least one row of each; other columns are ignored.
 
     A parser raises ValueError with what it wants. Raises ConfigError on a malformed row.

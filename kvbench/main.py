@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(CONFIG_DIR))
         return
+    sys.argv[1:] = [part for argument in sys.argv[1:] for part in _expand_model(argument)]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach us instead of exiting with 1
     code = 0
     try:
@@ -36,9 +38,20 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted: finished runs are kept, resume=true runs what is missing", file=sys.stderr)
         code = 130
+    except Exception:
+        traceback.print_exc()
+        code = 1
     if Sweep.started is not None:
         Sweep.started.report()
     sys.exit(code)
+
+
+def _expand_model(argument: str) -> list[str]:
+    """``model=PATH_OR_HUB_ID`` is short for ``model=hf model.path=...``."""
+    key, _, value = argument.partition("=")
+    if key == "model" and ("/" in value or Path(value).is_dir()):
+        return ["model=hf", f"model.path={value}"]
+    return [argument]
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")

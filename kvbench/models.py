@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from kvbench import weights
 from kvbench.byte_tokenizer import ByteTokenizer
@@ -30,6 +31,7 @@ KV_PROJECTIONS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"
 Tokenizer = PreTrainedTokenizerBase | ByteTokenizer
 
 log = logging.getLogger(__name__)
+disable_progress_bar()  # of transformers: its bars would break ours
 
 
 @dataclass
@@ -143,9 +145,7 @@ def _load_hugging_face(
     try:
         model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path: {cfg.path} holds no decoder that transformers can load ({error})"
-        ) from error
+        raise ConfigError(f"model.path: {cfg.path} holds no decoder that transformers can load ({error})") from error
     return model, _tokenizer_of(location), {"source": "hf", "path": cfg.path} | _identity(path, model)
 
 

@@ -95,9 +95,7 @@ def _prompt_of(item: Any, name: str, line: int) -> str | None:
         return _first_human_turn(item["conversations"], name, line)
     text = item.get("prompt", item.get("text")) if isinstance(item, dict) else item
     if not _is_text(text) or not text.strip():
-        raise _malformed(
-            name, line, "a non-empty string, or an object with prompt, text or conversations, is needed"
-        )
+        raise _malformed(name, line, "a non-empty string, or an object with prompt, text or conversations, is needed")
     return text
 
 

@@ -88,7 +88,7 @@ def _table(runs: list[Run], names: list[str]) -> Table:
         table.add_column(title, justify="right")
     for run, name in zip(runs, names, strict=True):
         values = [(run.metric(key), show) for _, key, show in _COLUMNS]
-        table.add_row(name, *("–" if value is None else show(value) for value, show in values))
+        table.add_row(name, *("-" if value is None else show(value) for value, show in values))
     return table
 
 

@@ -39,9 +39,7 @@ class Sampling:
         _require(self.beam_width >= 1, "beam_width", self.beam_width, "an integer >= 1")
         _require(self.n == 1 or self.mode == "sample", "n", self.n, "1 unless workload.mode is sample")
         is_beam = self.mode == "beam"
-        _require(
-            self.beam_width == 1 or is_beam, "beam_width", self.beam_width, "1 unless workload.mode is beam"
-        )
+        _require(self.beam_width == 1 or is_beam, "beam_width", self.beam_width, "1 unless workload.mode is beam")
         _require(0 < self.temperature < math.inf, "temperature", self.temperature, "a finite number > 0")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _require(math.isfinite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")

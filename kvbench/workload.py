@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.arrivals import ArrivalConfig, arrival_times
+from kvbench.byte_tokenizer import ByteTokenizer
 from kvbench.errors import ConfigError
 from kvbench.input_files import read_columns, token_count
 from kvbench.models import Tokenizer
@@ -45,6 +47,13 @@ class WorkloadConfig:
     length_penalty: float = 1.0
     early_stopping: Any = False
     ignore_eos: bool = False
+
+
+def validate(cfg: WorkloadConfig) -> None:
+    """Check what needs no model, by drawing the workload with a byte tokenizer. Raises ConfigError."""
+    chat_template = cfg.chat_template and cfg.lengths is not None
+    trial = replace(cfg, chat_template=chat_template)
+    build(trial, ByteTokenizer(), vocab_size=len(ByteTokenizer()), max_tokens=sys.maxsize, seed=0)
 
 
 def build(
@@ -101,8 +110,7 @@ def _whole_prompts(
 ) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
     if cfg.output_tokens is None:
         raise ConfigError(
-            "workload.lengths: give a CSV with columns input_tokens and output_tokens, "
-            "or set workload.output_tokens"
+            "workload.lengths: give a CSV with columns input_tokens and output_tokens, or set workload.output_tokens"
         )
     texts = read_prompts(cfg.prompts)
     num_requests = cfg.num_requests or len(texts)
@@ -119,9 +127,7 @@ def _cut_prompts(
     Rows are taken in file order, again from the first where more requests are asked for.
     """
     if cfg.chat_template:
-        raise ConfigError(
-            "workload.chat_template: must be false with workload.lengths, whose lengths are exact"
-        )
+        raise ConfigError("workload.chat_template: must be false with workload.lengths, whose lengths are exact")
     if cfg.output_tokens is not None:
         raise ConfigError("workload.output_tokens: must be null with workload.lengths, which brings its own")
     columns = {"input_tokens": token_count, "output_tokens": token_count}
@@ -177,13 +183,11 @@ def _fit(requests: list[Request], max_tokens: int, too_long: str) -> list[Reques
         elif too_long == "error":
             raise ConfigError(
                 f"workload.too_long: request {request.request_id} needs {num_prompt} prompt + "
-                f"{request.max_new_tokens} output tokens, more than the {max_tokens} the model allows; "
+                f"{request.max_new_tokens} output tokens, more than max_model_len={max_tokens}; raise it, "
                 "lower workload.output_tokens, or set workload.too_long to skip | truncate"
             )
     if not fitting:
         raise ConfigError(f"workload.too_long: skip leaves no request within the model's {max_tokens} tokens")
     if len(fitting) < len(requests):
-        log.warning(
-            "workload.too_long=skip left out %d of %d requests", len(requests) - len(fitting), len(requests)
-        )
+        log.warning("workload.too_long=skip left out %d of %d requests", len(requests) - len(fitting), len(requests))
     return fitting

@@ -165,9 +165,7 @@ def test_tiny_families_decode_varied_text(family):
     model = tiny_model(family)
     assert model.dtype == torch.float32
     assert not model.training
-    tokens = model.generate(TOKENS, max_new_tokens=40, do_sample=False, eos_token_id=None)[
-        0, TOKENS.shape[1] :
-    ]
+    tokens = model.generate(TOKENS, max_new_tokens=40, do_sample=False, eos_token_id=None)[0, TOKENS.shape[1] :]
     assert len(set(tokens.tolist())) >= 10
 
 

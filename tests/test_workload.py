@@ -161,9 +161,7 @@ def test_illegal_output_tokens_are_refused_with_the_legal_forms(spec):
 # Limits
 
 
-@pytest.mark.parametrize(
-    ("too_long", "expected"), [("skip", [(0, 3, 5)]), ("truncate", [(0, 3, 5), (1, 4, 5)])]
-)
+@pytest.mark.parametrize(("too_long", "expected"), [("skip", [(0, 3, 5)]), ("truncate", [(0, 3, 5), (1, 4, 5)])])
 def test_too_long_requests(tmp_path, too_long, expected):
     file = write(tmp_path, "p.jsonl", '"abc"\n"abcdef"')
     cfg = WorkloadConfig(prompts=file, chat_template=False, output_tokens=5, too_long=too_long)
@@ -309,9 +307,7 @@ def test_yaml_matches_the_schema_explains_every_key_and_builds(file, tmp_path):
     requests = build_bytes(OmegaConf.to_object(cfg), max_tokens=8192)
     assert cfg.name == file.stem
     assert len(requests) == (1 if file.stem == "lengths" else 96)
-    assert {r.num_sequences for r in requests} == {
-        4 if file.stem in ("beam_search", "parallel_sampling") else 1
-    }
+    assert {r.num_sequences for r in requests} == {4 if file.stem in ("beam_search", "parallel_sampling") else 1}
 
 
 def test_the_schema_refuses_typos_and_wrong_types():

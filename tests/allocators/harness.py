@@ -215,8 +215,7 @@ class Harness:
             for table, count in zip(tables, num_blocks, strict=True):
                 assert not table[count:].any(), "a block table is not padded with 0"
             slots = [
-                table[p // size].astype(np.int64) * size + p % size
-                for table, p in zip(tables, positions, strict=True)
+                table[p // size].astype(np.int64) * size + p % size for table, p in zip(tables, positions, strict=True)
             ]
         for row, row_slots, tokens in zip(rows, slots, histories, strict=True):
             assert np.array_equal(self.data[Tier.DEVICE][row_slots], tokens), f"row {row} misread"
@@ -227,9 +226,7 @@ class Harness:
         slots = [
             int(slot)
             for row in on_device
-            for slot in self.allocator.slots(
-                [row] * len(self.rows[row].tokens), range(len(self.rows[row].tokens))
-            )
+            for slot in self.allocator.slots([row] * len(self.rows[row].tokens), range(len(self.rows[row].tokens)))
         ]
         assert usage.num_slots == self.pool.num_slots
         assert usage.token_states == len(set(slots)), "token_states differs from a recount"
@@ -243,9 +240,7 @@ class Harness:
         assert (usage.mapped == usage.held) == (len(slots) == len(set(slots))), "mapped is off"
         assert usage.mapped - usage.held >= len(slots) - len(set(slots)), "mapped misses sharing"
         host_blocks = {block for row in self.live(on_host=True) for block in self.rows[row].host_blocks or ()}
-        assert usage.host_held == len(host_blocks) * getattr(self.allocator, "block_size", 0), (
-            "host miscounted"
-        )
+        assert usage.host_held == len(host_blocks) * getattr(self.allocator, "block_size", 0), "host miscounted"
 
 
 def state_of(value: Any) -> Any:

@@ -66,9 +66,7 @@ def serve(
     geometry = inspect(model)
     kind, policy = ALLOCATORS[setting.allocator]
     swaps = Capability.SWAP in kind.supports
-    pool = Pool(
-        setting.num_slots, setting.max_rows, setting.max_tokens, setting.num_host_slots if swaps else 0
-    )
+    pool = Pool(setting.num_slots, setting.max_rows, setting.max_tokens, setting.num_host_slots if swaps else 0)
     allocator = kind(pool, **(setting.options or {}))
     operations = kernels.load(setting.implementation)
     storage = KVStorage(
@@ -92,9 +90,7 @@ def serve(
     return Served(groups, recorder, allocator, end_s)
 
 
-def _group(
-    request: Request, allocator: Allocator, policy: Reservation, limit: int, eos: tuple[int, ...]
-) -> Group:
+def _group(request: Request, allocator: Allocator, policy: Reservation, limit: int, eos: tuple[int, ...]) -> Group:
     reserves = Capability.RESERVES_GROWTH in allocator.supports
     need = reserved_tokens(policy, request, limit) if reserves else kv_tokens(request)
     assert need <= allocator.max_admissible_tokens(request.num_sequences)
@@ -111,7 +107,9 @@ def _group(
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, request: Request, eos: tuple[int, ...] = ()) -> tuple[list[list[int]], list[float]]:
+def generate(
+    model: PreTrainedModel, request: Request, eos: tuple[int, ...] = ()
+) -> tuple[list[list[int]], list[float]]:
     """What ``transformers`` generates for a greedy or beam request: token ids and, for beams, scores."""
     sampling = request.sampling
     width = sampling.beam_width if sampling.mode == "beam" else 1

@@ -29,9 +29,7 @@ def test_prefill_matches_reference(case: checks.AttentionCase, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 16), ((3, 3), 80), ((20, 20), 64)])
-def test_store_writes_the_named_slots_only(
-    dtype: torch.dtype, heads: tuple[int, int], head_dim: int
-) -> None:
+def test_store_writes_the_named_slots_only(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
     case = checks.AttentionCase((7,), heads=heads, head_dim=head_dim, dtype=dtype)
     checks.check_store(case, "cuda")
 

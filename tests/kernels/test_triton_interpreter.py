@@ -85,7 +85,5 @@ def test_random_copies_have_the_effect_of_their_order(interpreted: Run, seed: in
 
 
 @pytest.mark.parametrize("ranges", [[], [(0, 8, 8), (60, 0, 4), (16, 30, 10)]])
-def test_transfer_between_pools_of_different_size(
-    interpreted: Run, ranges: list[tuple[int, int, int]]
-) -> None:
+def test_transfer_between_pools_of_different_size(interpreted: Run, ranges: list[tuple[int, int, int]]) -> None:
     interpreted(checks.check_transfer, ranges)

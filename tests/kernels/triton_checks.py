@@ -91,9 +91,7 @@ def check_prefill(case: AttentionCase, device: str = "cpu") -> None:
     starts = torch.tensor((0, *case.new)).cumsum(0).int()
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
-    expected = reference.prefill_attention(
-        query.double(), key_cache, value_cache, where, starts, lengths, **options
-    )
+    expected = reference.prefill_attention(query.double(), key_cache, value_cache, where, starts, lengths, **options)
     inputs = (x.to(device) for x in (query, key_cache, value_cache))
     out = triton_attention.prefill_attention(
         *inputs, _to(where, device), starts.to(device), lengths.to(device), **options
