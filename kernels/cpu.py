@@ -1,5 +1,6 @@
 """CPU implementation."""
 
+import ctypes
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from kernels import cpu_attention, cpu_vectors
 from kernels.addressing import BaseSlots, BlockTables
 from kernels.openmp import parallel
 
+_LOG2_E = 1 / math.log(2)
 _KINDS = {
     torch.float32: cpu_vectors.FLOAT32,
     torch.bfloat16: cpu_vectors.BFLOAT16,
@@ -34,7 +36,7 @@ def decode_attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    starts = torch.arange(len(query) + 1, dtype=torch.int32)
+    starts = np.arange(len(query) + 1, dtype=np.int32)
     return _attention(query, key_cache, value_cache, where, starts, lengths, scale, window, softcap, out)
 
 
@@ -51,7 +53,9 @@ def prefill_attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    return _attention(query, key_cache, value_cache, where, query_starts, lengths, scale, window, softcap, out)
+    return _attention(
+        query, key_cache, value_cache, where, query_starts.numpy(), lengths, scale, window, softcap, out
+    )
 
 
 def _attention(
@@ -59,7 +63,7 @@ def _attention(
     key_cache: Tensor,
     value_cache: Tensor,
     where: BlockTables | BaseSlots,
-    query_starts: Tensor,
+    query_starts: np.ndarray,
     lengths: Tensor,
     scale: float,
     window: int,
@@ -68,45 +72,41 @@ def _attention(
 ) -> Tensor:
     num_slots, num_kv_heads, head_dim = key_cache.shape
     num_query_heads = query.shape[1]
-    group = num_query_heads // num_kv_heads
-    factor = scale / softcap if softcap > 0 else scale / math.log(2)
-    scaled = query.float() * factor
     out = torch.empty_like(query) if out is None else out
-    result = out if out.dtype == torch.float32 else torch.empty_like(scaled)
-
-    pieces = cpu_attention.plan(query_starts.numpy(), lengths.numpy(), window)
+    result = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    query = query.float()
+    pieces = cpu_attention.plan(query_starts, lengths.numpy(), window)
     num_partials = int(pieces[-1, cpu_attention.PARTIAL] + pieces[-1, cpu_attention.NUM_QUERIES])
     partial = torch.empty(num_partials * num_query_heads * head_dim)
     state = torch.empty(num_partials * num_query_heads * 2)
-    counters = np.zeros(2, np.int64)
-    paged = isinstance(where, BlockTables)
-    arguments = np.zeros(2, cpu_attention.ARGUMENTS)
-    arguments[:] = (
-        scaled.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        where.tables.data_ptr() if paged else where.bases.data_ptr(),
-        result.data_ptr(),
-        pieces.ctypes.data,
-        partial.data_ptr(),
-        state.data_ptr(),
-        counters.ctypes.data,
-        len(pieces),
-        where.tables.shape[1] if paged else 0,
-        where.block_size if paged else 0,
-        num_slots,
-        num_kv_heads,
-        window,
-        0,
-        softcap / math.log(2),
+    if isinstance(where, BlockTables):
+        table, table_width, block_size = where.tables, where.tables.shape[1], where.block_size
+    else:
+        table, table_width, block_size = where.bases, 0, 0
+    arguments = cpu_attention.Arguments(
+        query=query.data_ptr(),
+        key=key_cache.data_ptr(),
+        value=value_cache.data_ptr(),
+        tables=table.data_ptr(),
+        output=result.data_ptr(),
+        pieces=pieces.ctypes.data,
+        partial=partial.data_ptr(),
+        state=state.data_ptr(),
+        num_pieces=len(pieces),
+        table_width=table_width,
+        block_size=block_size,
+        num_slots=num_slots,
+        num_kv_heads=num_kv_heads,
+        window=window,
+        scale=scale / softcap if softcap > 0 else scale * _LOG2_E,
+        softcap=softcap * _LOG2_E,
     )
-    arguments[1]["counter"] += 8
-    attend = cpu_attention.attention(head_dim, group, _KINDS[key_cache.dtype], softcap > 0)
-    address = arguments.ctypes.data
-    threads = torch.get_num_threads()
-    parallel(attend.ctypes, address, threads)
-    parallel(cpu_attention.merge(head_dim, group).ctypes, address + arguments.itemsize, threads)
-    if arguments[0]["invalid"]:
+    address = ctypes.addressof(arguments)
+    arguments.counter = address + cpu_attention.Arguments.next_piece.offset
+    kind = _KINDS[key_cache.dtype]
+    kernel = cpu_attention.kernel(head_dim, num_query_heads // num_kv_heads, kind, int(softcap > 0))
+    parallel(kernel.ctypes, address, torch.get_num_threads())
+    if arguments.invalid:
         raise IndexError("a block table or base slot names slots outside the pool")
     return out if result is out else out.copy_(result)
 

@@ -84,7 +84,7 @@ class _Emitter:
     def fma(self, a, b, c):
         return self.call("fma", a, b, c)
 
-    def prefetch(self, address, num_bytes: int) -> None:
+    def prefetch(self, address, num_bytes: int, level=PFLEVEL) -> None:
         """Ask for the cache lines of ``[address, address + num_bytes)``."""
         pointer_type = ir.IntType(8).as_pointer()
         function_type = ir.FunctionType(ir.VoidType(), [pointer_type, _I32, _I32, _I32])
@@ -92,7 +92,7 @@ class _Emitter:
         function = cgutils.get_or_insert_function(self.builder.module, function_type, name)
         for start in range(0, num_bytes, 64):
             line = self.builder.inttoptr(self.offset(address, start), pointer_type)
-            self.builder.call(function, [line, _I32(0), _I32(PFLEVEL), _I32(1)])
+            self.builder.call(function, [line, _I32(0), _I32(level), _I32(1)])
 
     def reduce(self, combine, vector):
         """Fold a vector to one scalar."""
@@ -205,10 +205,11 @@ def score_step(typing, query, key, rows, next_key, next_rows, scores, head_dim, 
 
 
 @intrinsic(prefer_literal=True)
-def softmax_step(typing, scores, low, high, cap, state, rescale, group, capped):
+def softmax_step(typing, scores, low, high, scale, softcap, state, rescale, group, capped):
     """Turn a tile's base-2 scores into weights and fold them into the running softmax.
 
-    With ``capped``, scores first become ``cap * tanh(scores)``.
+    Scores are first multiplied by ``scale``; with ``capped`` they then become ``softcap * tanh(score)``.
+
     scores: float32 ``[group, TILE]``, only tokens ``low <= t < high`` count. state: float32
     ``[2, group]``, running maximum and sum. rescale: float32 ``[group]``, out: factor on older values.
     """
@@ -218,7 +219,7 @@ def softmax_step(typing, scores, low, high, cap, state, rescale, group, capped):
 
     def emit(context, builder, signature, arguments):
         e = _Emitter(builder)
-        scores, low, high, cap, state, rescale = arguments[:6]
+        scores, low, high, scale, softcap, state, rescale = arguments[:7]
         token = ir.Constant(ir.VectorType(_I64, TILE), list(range(TILE)))
         inside = builder.and_(
             builder.icmp_signed(">=", token, e.splat(low, TILE)),
@@ -228,8 +229,9 @@ def softmax_step(typing, scores, low, high, cap, state, rescale, group, capped):
             s, old, new, p = {}, {}, {}, {}
             for g in chunk:
                 s[g] = e.load(e.offset(scores, g * TILE * 4), TILE)
+                s[g] = builder.fmul(s[g], e.splat(scale, TILE))
                 if capped.literal_value:
-                    s[g] = builder.fmul(e.tanh(s[g]), e.splat(cap, TILE))
+                    s[g] = builder.fmul(e.tanh(s[g]), e.splat(softcap, TILE))
                 s[g] = builder.select(inside, s[g], e.constant(-math.inf, TILE))
                 old[g] = e.load_scalar(e.offset(state, g * 4))
             for g in chunk:
@@ -249,8 +251,8 @@ def softmax_step(typing, scores, low, high, cap, state, rescale, group, capped):
                 builder.store(e.fma(builder.load(address), factor, total), address)
         return context.get_dummy_value()
 
-    integers = [types.int64] * 2
-    return types.void(types.int64, *integers, types.float32, *integers, group, capped), emit
+    i64, f32 = types.int64, types.float32
+    return types.void(i64, i64, i64, f32, f32, i64, i64, group, capped), emit
 
 
 @intrinsic(prefer_literal=True)
@@ -299,12 +301,23 @@ def value_step(typing, weights, value, rows, next_value, next_rows, low, high, r
 
 
 @intrinsic
+def prefetch(typing, address):
+    """Ask for one cache line."""
+
+    def emit(context, builder, signature, arguments):
+        _Emitter(builder).prefetch(arguments[0], 1, 2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
 def fetch_add(typing, address, amount):
     """Atomically add to the int64 at ``address``; the value before."""
 
     def emit(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], _I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "monotonic")
+        return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), emit
 
