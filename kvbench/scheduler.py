@@ -185,8 +185,9 @@ class Scheduler:
         every = self.config.force_preemption_every
         if every and self.running:
             self._decode_steps += 1
-            if self._decode_steps % every == 0:
-                self._preempt(self.running[-1], decision)
+            if self._decode_steps % every == 0:  # in turn, latest arrival first
+                turn = self._decode_steps // every - 1
+                self._preempt(self.running[-1 - turn % len(self.running)], decision)
 
     def _preempt(self, group: Group, decision: Decision) -> None:
         grant = self.allocator.swap_out(group.rows) if self._swaps else None

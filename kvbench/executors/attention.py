@@ -100,9 +100,9 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = kv_step.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query[0].transpose(0, 1).contiguous(),
+        key[0].transpose(0, 1).contiguous(),
+        value[0].transpose(0, 1).contiguous(),
         scale,
         sliding_window or 0,
         softcap or 0.0,

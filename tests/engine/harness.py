@@ -47,7 +47,7 @@ class Setting:
     max_rows: int = 64
     preemption: Preemption = Preemption.auto
     force_preemption_every: int = 0
-    implementation: str = "reference"
+    implementation: str = "cpu"
     options: dict[str, Any] | None = None
 
 
@@ -115,6 +115,7 @@ def generate(
     width = sampling.beam_width if sampling.mode == "beam" else 1
     stops = list(eos) if eos and not sampling.ignore_eos else None
     model.set_attn_implementation("eager")
+    model.generation_config = GenerationConfig()  # so that eos_token_id=None means none
     out = model.generate(
         torch.from_numpy(np.asarray(request.prompt, np.int64))[None],
         attention_mask=torch.ones(1, len(request.prompt), dtype=torch.long),

@@ -1,0 +1,186 @@
+"""The command line as its users meet it: sweeps, bad input, interruption and resumption."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from kvbench import main as cli
+from kvbench import results
+from kvbench.engine import Engine
+from kvbench.sweep import Sweep
+
+TINY = (
+    "model=tiny",
+    "workload.num_requests=4",
+    "workload.chat_template=false",
+    "workload.output_tokens=6",
+    "pool.size=2MiB",
+    "measure.progress=false",
+    "executor.kernels=reference",
+)
+
+
+class Cli:
+    def __init__(self, results_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.results_dir, self._monkeypatch, self._capfd = results_dir, monkeypatch, capfd
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error of ``python -m kvbench``."""
+        GlobalHydra.instance().clear()
+        Sweep.started = None
+        argv = ["kvbench", f"results_dir={self.results_dir}", *arguments]
+        self._monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        captured = self._capfd.readouterr()
+        return int(exit_info.value.code or 0), captured.out, captured.err
+
+    def runs(self) -> list[results.Run]:
+        return list(results.find(self.results_dir))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(tmp_path / "results", monkeypatch, capfd)
+
+
+def test_a_sweep_writes_complete_records_and_compares_them(run: Cli) -> None:
+    code, out, err = run(*TINY, "allocator=static,paged", "debug.audit=true")
+    assert code == 0, err
+    assert "static" in out
+    assert "identical in all 2 runs" in out
+    static, paged = run.runs()
+    for record in (static, paged):
+        assert record.status == "complete"
+        assert record.metric("num_finished") == 4
+        assert len(record.requests()) == 4
+        steps = record.steps()
+        parts = steps[["token_states", "reservation", "internal_fragmentation", "rounding", "free"]]
+        assert (parts.sum(axis=1) == record.record["pool"]["num_slots"]).all()
+        environment = json.loads((record.path / "env.json").read_text())
+        assert environment["versions"]["torch"]
+    sweep = static.path.parent
+    assert {"comparison.png", "comparison.pdf", "comparison.csv"} <= {path.name for path in sweep.iterdir()}
+    assert static.metric("internal_fragmentation_fraction") > paged.metric("internal_fragmentation_fraction")
+
+
+def test_one_seed_gives_the_same_tokens_again(run: Cli) -> None:
+    sampling = ("workload=parallel_sampling", "workload.n=3", "allocator=paged")
+    for _ in range(2):
+        assert run(*sampling, *TINY)[0] == 0
+    assert run(*sampling, *TINY, "seed=1")[0] == 0
+    first, second, other = (record.record["tokens_sha256"] for record in run.runs())
+    assert first == second != other
+
+
+BAD_INPUT = {
+    "unknown allocator": (["allocator=slab"], "allocator/slab"),
+    "unknown experiment": (["+experiment=nope"], "experiment/nope"),
+    "unknown key": (["workload.promts=x"], "promts"),
+    "wrong type": (["scheduler.max_num_seqs=many"], "max_num_seqs"),
+    "unknown choice": (["scheduler.preemption=maybe"], "auto, swap, recompute"),
+    "unknown kernels": (["executor.kernels=cuda"], "executor.kernels"),
+    "tiny pool": (["pool.size=1KiB"], "pool.size"),
+    "pool holds no token": (["pool.size=100"], "pool.size"),
+    "senseless pool": (["pool.size=lots"], "pool.size"),
+    "long prompt": (["max_model_len=16"], "max_model_len"),
+    "model limit": (["max_model_len=100000"], "max_model_len"),
+    "no beams": (["workload=beam_search", "workload.beam_width=0"], "workload.beam_width"),
+    "negative rate": (["workload.arrival.process=poisson", "workload.arrival.rate=-1"], "workload.arrival.rate"),
+    "block size": (["allocator=paged", "allocator.make.block_size=0"], "block_size"),
+    "unknown option": (["allocator=paged", "+allocator.make.blocksize=8"], "blocksize"),
+    "no swap space": (["allocator=paged_swap", "pool.host_size=0"], "pool.host_size"),
+    "cannot swap": (["allocator=paged", "scheduler.preemption=swap"], "scheduler.preemption"),
+    "unknown truth": (["allocator=buddy_oracle"], "workload.ignore_eos"),
+    "no cuda": (["device=cuda"], "device"),
+    "missing prompts": (["workload.prompts=/nowhere.txt"], "workload.prompts"),
+    "missing model": (["model=/nowhere/at/all"], "model.path"),
+    "too many sequences": (["workload=beam_search", "scheduler.max_num_seqs=2"], "scheduler.max_num_seqs"),
+    "negative seed": (["seed=-1"], "seed"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_refused_by_name(run: Cli, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 2, the setting named, nothing measured."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments, named = BAD_INPUT[case]
+    groups = {argument.split("=")[0] for argument in arguments}
+    code, _, err = run(*(setting for setting in TINY if setting.split("=")[0] not in groups), *arguments)
+    assert code == 2, err
+    assert named in err
+    assert not [record for record in run.runs() if record.status == "complete"]
+
+
+def test_a_bad_job_stops_the_sweep_before_its_first(run: Cli) -> None:
+    code, _, err = run(*TINY, "allocator=static,paged_swap", "pool.host_size=0")
+    assert code == 2
+    assert "pool.host_size" in err
+    assert run.runs() == []
+
+
+def test_a_malformed_prompt_file_is_refused_with_its_line(run: Cli, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "fine"}\n{"prompt": \n')
+    code, _, err = run(*TINY, f"workload.prompts={prompts}")
+    assert code == 2
+    assert "prompts.jsonl" in err
+    assert "2" in err.split("prompts.jsonl", 1)[1]
+
+
+def test_results_that_cannot_be_written_are_refused(run: Cli, tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("a file, not a folder")
+    code, _, err = run(*TINY)
+    assert code == 2
+    assert "results_dir" in err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_was_measured_survives_and_resume_runs_the_rest(
+    run: Cli, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, engine_run = [], Engine.run
+
+    def break_third(engine: Engine, groups: object) -> float:
+        calls.append(engine)
+        if len(calls) == 3:
+            raise error("boom")
+        return engine_run(engine, groups)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "run", break_third)
+    sweep = (*TINY, "allocator=static,buddy_max,paged")
+    code, out, _ = run(*sweep)
+    assert code == (130 if error is KeyboardInterrupt else 1)
+    assert "buddy_max" in out, "the finished runs are still compared"
+    broken = "interrupted" if error is KeyboardInterrupt else "failed"
+    assert [record.status for record in run.runs()] == ["complete", "complete", broken]
+    assert run.runs()[2].metric("duration_s") is None
+    code, out, _ = run(*sweep, "resume=true")
+    assert code == 0
+    assert len(calls) == 4, "only the missing job ran again"
+    assert "identical in all 3 runs" in out
+
+
+def test_help_tells_every_key(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvbench", "--help"])
+    cli.main()
+    out, _ = run._capfd.readouterr()
+    for key in ("max_model_len", "host_size", "beam_width", "preemption", "+experiment=beam_search"):
+        assert key in out
+
+
+def test_every_setting_is_explained() -> None:
+    """A comment beside or above each key of each configuration file."""
+    for path in sorted(cli.CONFIG_DIR.rglob("*.yaml")):
+        if path.parent.name in ("experiment", "hydra"):
+            continue
+        lines = path.read_text().split("\nhydra:")[0].splitlines()
+        inherits = any(line.startswith("defaults:") for line in lines) and path.parent != cli.CONFIG_DIR
+        for above, line in zip(["", *lines], lines, strict=False):
+            key = line.split("#")[0].strip()
+            is_leaf = ":" in key and not key.endswith(":") and not key.startswith("-")
+            assert not is_leaf or inherits or "#" in line or above.strip().startswith("#"), f"{path.name}: {line}"
+
