@@ -183,4 +183,3 @@ def test_every_setting_is_explained() -> None:
             key = line.split("#")[0].strip()
             is_leaf = ":" in key and not key.endswith(":") and not key.startswith("-")
             assert not is_leaf or inherits or "#" in line or above.strip().startswith("#"), f"{path.name}: {line}"
-
