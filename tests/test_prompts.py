@@ -75,6 +75,8 @@ def test_conversations_without_a_human_turn_are_skipped(tmp_path, caplog):
         ("p.json", '["a",\n "b",\n {"conversations": [{"from": "human"}]}\n]', 3),
         ("p.json", '[\n"a",\n{"conversations": "hi"}]', 3),
         ("p.json", '[\n {"text":\n  "a"},\n b]', 4),
+        ("p.json", '[\n {"text":\n  "a"},\n {"x": 1}]', 4),
+        ("p.json", '[\n {"text":\n  "a"}\n "c"]', 4),
     ],
 )
 def test_malformed_prompts_name_file_and_line(tmp_path, name, text, line):
