@@ -19,7 +19,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40
 ONE_LINE = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"), min_size=1
 ).filter(str.strip)
-file_per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+file_per_example = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
 
 
 def write(tmp_path, name, text):
