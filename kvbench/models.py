@@ -75,14 +75,11 @@ def load(cfg: ModelConfig, dtype: torch.dtype) -> LoadedModel:
     if cfg.source not in LOADERS:
         raise ConfigError(f"model.source: {cfg.source!r} is not one of {', '.join(LOADERS)}")
     model, tokenizer, provenance = LOADERS[cfg.source](cfg, dtype)
+    provenance["dtype"] = str(dtype).removeprefix("torch.")
     if cfg.kv_heads is not None:
         model = repeat_kv_heads(model, cfg.kv_heads)
-    config = model.config.get_text_config()
-    provenance |= {
-        "dtype": str(dtype).removeprefix("torch."),
-        "kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
-    }
-    return LoadedModel(model.eval(), tokenizer, cfg.name, _max_tokens(cfg, config), provenance)
+        provenance["kv_heads"] = cfg.kv_heads
+    return LoadedModel(model.eval(), tokenizer, cfg.name, _max_tokens(cfg, model), provenance)
 
 
 def repeat_kv_heads(model: PreTrainedModel, kv_heads: int) -> PreTrainedModel:
@@ -142,16 +139,21 @@ def _load_hugging_face(
         raise ConfigError("model.path: give a local directory or a hub id for model=hf")
     path = Path(cfg.path).expanduser()
     location = str(path) if path.is_dir() else cfg.path
+    refusal = None if path.is_dir() else weights.hub_refusal(location)
+    local = refusal is not None  # spares the hub client's retries, about 24 s per model
     try:
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, local_files_only=local)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {cfg.path} holds no decoder that transformers can load ({error})") from error
-    return model, _tokenizer_of(location), {"source": "hf", "path": cfg.path} | _identity(path, model)
+        what = (
+            "no decoder that transformers can load" if refusal is None else "no local directory; from the hub"
+        )
+        raise ConfigError(f"model.path: {cfg.path}: {what} ({refusal or error})") from error
+    return model, _tokenizer_of(location, local), {"source": "hf", "path": cfg.path} | _identity(path, model)
 
 
-def _tokenizer_of(location: str) -> PreTrainedTokenizerBase | None:
+def _tokenizer_of(location: str, local: bool) -> PreTrainedTokenizerBase | None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(location)
+        tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local)
         if tokenizer.vocab_size > 0:  # transformers makes an empty one where the files are missing
             return tokenizer
         reason: Exception | str = "no vocabulary"
@@ -192,8 +194,8 @@ def _load_random(cfg: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel,
     return model, tokenizer, {"source": "random", "seed": cfg.seed}
 
 
-def _max_tokens(cfg: ModelConfig, config: Any) -> int:
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+def _max_tokens(cfg: ModelConfig, model: PreTrainedModel) -> int:
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     max_tokens = limit if cfg.max_tokens is None else cfg.max_tokens
     if max_tokens is None:
         raise ConfigError("model.max_tokens: this model states no position limit; give one")

@@ -141,16 +141,27 @@ def _read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def _fill_from_hub(staging: Path) -> str:
-    """Copy the hub's snapshot (its own cache is used and honours HF_HUB_OFFLINE); return its commit."""
-    offline = hub_constants.HF_HUB_OFFLINE
+def hub_refusal(model_id: str) -> str | None:
+    """Why the hub cannot deliver ``model_id`` now (its client's cache may still hold it); None: it can."""
+    if hub_constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
     try:
-        if not offline:
-            model_info(HUB_ID, timeout=HUB_PROBE_TIMEOUT_S)
-            log.info("fetching %s from the hub (270 MB)", HUB_ID)
-        snapshot = Path(snapshot_download(HUB_ID, allow_patterns=HUB_FILES, local_files_only=offline))
-    except Exception as error:  # the hub client's network errors have no common base over its versions
-        raise Unavailable(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        model_info(model_id, timeout=HUB_PROBE_TIMEOUT_S)
+    except Exception as error:  # the client's network errors have no common base over its versions
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _fill_from_hub(staging: Path) -> str:
+    """Copy the hub's snapshot, by way of the hub client's own cache; return its commit."""
+    refusal = hub_refusal(HUB_ID)
+    if refusal is None:
+        log.info("fetching %s from the hub (270 MB)", HUB_ID)
+    try:
+        local = refusal is not None
+        snapshot = Path(snapshot_download(HUB_ID, allow_patterns=HUB_FILES, local_files_only=local))
+    except Exception as error:
+        raise Unavailable(refusal or f"{type(error).__name__}: {error}".splitlines()[0]) from error
     if not (snapshot / WEIGHTS_FILE).is_file():
         raise Unavailable(f"the snapshot holds no {WEIGHTS_FILE}")
     for file in (file for pattern in HUB_FILES for file in snapshot.glob(pattern)):

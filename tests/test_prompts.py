@@ -16,10 +16,12 @@ from kvbench.workload import WorkloadConfig, build
 from tests.smollm2 import needs_smollm2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(str.strip)
-ONE_LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"), min_size=1).filter(
-    str.strip
+ONE_LINE = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"), min_size=1
+).filter(str.strip)
+file_per_example = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
 )
-file_per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
 
 def write(tmp_path, name, text):
@@ -75,6 +77,8 @@ def test_conversations_without_a_human_turn_are_skipped(tmp_path, caplog):
         ("p.json", '["a",\n "b",\n {"conversations": [{"from": "human"}]}\n]', 3),
         ("p.json", '[\n"a",\n{"conversations": "hi"}]', 3),
         ("p.json", '[\n {"text":\n  "a"},\n b]', 4),
+        ("p.json", '[\n {"text":\n  "a"},\n {"x": 1}]', 4),
+        ("p.json", '[\n {"text":\n  "a"}\n "c"]', 4),
     ],
 )
 def test_malformed_prompts_name_file_and_line(tmp_path, name, text, line):

@@ -123,21 +123,37 @@ def test_wheel_that_is_wrong_or_missing_is_refused(tmp_path, monkeypatch, wheel)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_hub_is_probed_with_a_short_timeout_unless_offline(tmp_path, monkeypatch, offline):
-    snapshot = tmp_path / "snapshots" / "c0ffee"
-    snapshot.mkdir(parents=True)
+@pytest.fixture
+def snapshot(tmp_path):
+    directory = tmp_path / "snapshots" / "c0ffee"
+    directory.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", weights.WEIGHTS_FILE, "unrelated.onnx"):
-        (snapshot / name).write_bytes(CONTENT)
-    probes = []
-    monkeypatch.setattr(weights.hub_constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(weights, "model_info", lambda name, timeout: probes.append(timeout))
-    monkeypatch.setattr(weights, "snapshot_download", lambda *args, local_files_only, **kwargs: snapshot)
+        (directory / name).write_bytes(CONTENT)
+    return directory
+
+
+@pytest.mark.parametrize("network", ["up", "down", "forbidden"])
+def test_hub_is_probed_with_a_short_timeout_unless_offline(tmp_path, monkeypatch, snapshot, network):
+    probes, downloads = [], []
+
+    def model_info(name, timeout):
+        probes.append(timeout)
+        if network == "down":
+            raise TimeoutError
+
+    def snapshot_download(name, *, allow_patterns, local_files_only):
+        downloads.append(local_files_only)
+        return str(snapshot)
+
+    monkeypatch.setattr(weights.hub_constants, "HF_HUB_OFFLINE", network == "forbidden")
+    monkeypatch.setattr(weights, "model_info", model_info)
+    monkeypatch.setattr(weights, "snapshot_download", snapshot_download)
     files = weights.smollm2(tmp_path / "cache")
     assert files.provenance["source"] == "hub"
     assert files.provenance["revision"] == "c0ffee"
     assert not (files.directory / "unrelated.onnx").exists()
-    assert probes == ([] if offline else [weights.HUB_PROBE_TIMEOUT_S])
+    assert probes == ([] if network == "forbidden" else [weights.HUB_PROBE_TIMEOUT_S])
+    assert downloads == [network != "up"]  # otherwise only from the hub client's own cache
 
 
 def test_cache_root_precedence(monkeypatch, tmp_path):
@@ -156,7 +172,7 @@ def test_tiny_depends_on_its_seed_alone():
     with torch.no_grad():
         assert torch.equal(first.model(TOKENS).logits, again.model(TOKENS).logits)
         assert not torch.allclose(first.model(TOKENS).logits, other.model(TOKENS).logits)
-    assert first.provenance == {"source": "random", "seed": 1, "dtype": "float32", "kv_heads": 2}
+    assert first.provenance == {"source": "random", "seed": 1, "dtype": "float32"}
     assert first.tokenizer.decode(first.tokenizer.encode("naïve 日本")) == "naïve 日本"
 
 
@@ -212,6 +228,15 @@ def test_bad_model_settings_are_named(cfg, message):
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path"):
         load(ModelConfig(source="hf", path=str(tmp_path)), torch.float32)
+
+
+def test_an_unreachable_hub_id_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(weights.hub_constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(weights, "model_info", lambda name, timeout: [][0])
+    with pytest.raises(
+        ConfigError, match=r"model\.path: no/such: no local directory; from the hub \(IndexError"
+    ):
+        load(ModelConfig(source="hf", path="no/such"), torch.float32)
 
 
 def test_max_tokens_can_be_lowered():
