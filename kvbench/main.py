@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from kvbench import config, job, metrics, results
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, explain
 from kvbench.group import Group
 from kvbench.help import help_text
 from kvbench.sweep import Sweep, complete_run
@@ -33,7 +33,7 @@ def main() -> None:
     try:
         run_job()
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {explain(error)}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted: finished runs are kept, resume=true runs what is missing", file=sys.stderr)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import config, job, report, results
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, explain
 
 
 class Sweep(Callback):
@@ -30,7 +30,7 @@ class Sweep(Callback):
         try:
             self._check(config)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {explain(error)}", file=sys.stderr)
             raise SystemExit(2) from error  # Hydra turns other exceptions of callbacks into warnings
         Sweep.started = self
 
