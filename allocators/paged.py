@@ -21,6 +21,8 @@ from kvbench.allocator import (
     as_indices,
 )
 
+_NO_COPIES = Grant()
+
 
 class PagedAllocator(Allocator):
     """Every row maps its tokens through a block table; a block holds ``block_size`` slots.
@@ -46,6 +48,7 @@ class PagedAllocator(Allocator):
                 f"block_size from {block_size} to at most {pool.num_slots}"
             )
         self.block_size = block_size
+        self._divisor = np.array(block_size)  # numpy would convert an int anew in every call
         self._device = BlockTier(pool.num_slots // block_size, block_size, pool.max_rows, pool.max_tokens)
         # Rounded up, but not by the noise of a product that is whole: 0.07 * 100 is 7.000000000000001.
         self._watermark = max(math.ceil(watermark * self._device.num_blocks - 1e-9), int(watermark > 0))
@@ -56,60 +59,76 @@ class PagedAllocator(Allocator):
         if -(-num_tokens // self.block_size) > self._num_admissible_blocks():
             return None
         self._device.place(rows, num_tokens)
-        return Grant()
+        return _NO_COPIES
 
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
         rows = self._distinct_rows(rows)
         device = self._device
-        before = device.lengths[rows]
-        after = before + self._token_counts(num_tokens, rows)
-        # Absent rows have limit 0 and no limit exceeds max_tokens: only these can be misused.
-        crossing = (after > device.limits[rows]).nonzero()[0]
-        self._check_growth(rows[crossing], after[crossing])
-        num_new = -(-after[crossing] // self.block_size) - device.num_blocks_of(rows[crossing])
+        counts = self._token_counts(num_tokens, rows)
+        lengths = device.lengths[rows] + counts
+        # A row that holds nothing is among the full ones, as its extent is 0.
+        full = (lengths > device.extents[rows]).nonzero()[0]
+        growing = rows[full]
+        extents = device.extents[growing]
+        self._check_growth(rows, lengths, extents)
+        num_new = (
+            None
+            if isinstance(counts, int) and counts == 1
+            else -((extents - lengths[full]) // self.block_size)
+        )
+        num_blocks = growing.size if num_new is None else int(num_new.sum())
         copying = device.writers_to_copy(rows) if device.shares else rows[:0]
-        if num_new.sum() + copying.size > device.num_free:
+        if num_blocks + copying.size > device.num_free:
             return None
-        grant = Grant()
+        grant = _NO_COPIES
         if copying.size:
             grant = self._move(Tier.DEVICE, Tier.DEVICE, *device.copy_tails(copying))
-        if crossing.size:
-            device.extend(rows[crossing], num_new)
-        device.lengths[rows] = after
-        device.vacant -= int(after.sum() - before.sum())
+        if num_new is None:
+            device.extend_by_one(growing, extents)
+        else:
+            device.extend(growing, extents, num_new)
+        device.lengths[rows] = lengths
+        device.vacant -= counts * rows.size if isinstance(counts, int) else int(counts.sum())
         return grant
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
         parents = self._known_rows(parents)
-        self._check_on_device(parents)
+        self._device_lengths(parents)
         children = self._free_rows(children)
         if parents.size != children.size:
             raise AllocatorMisuse(f"{parents.size} parents for {children.size} children")
         self._device.share(parents, children)
-        return Grant()
+        return _NO_COPIES
 
     def free(self, rows: ArrayLike) -> None:
         rows = self._distinct_rows(rows)
-        self._check_on_device(rows)
+        self._device_lengths(rows)
         self._device.release(rows)
 
     def slots(self, rows: ArrayLike, positions: ArrayLike) -> IntArray:
         rows, positions = self._known_rows(rows), as_indices(positions)
         if rows.size != positions.size:
             raise AllocatorMisuse(f"{positions.size} positions for {rows.size} rows")
+        device = self._device
         # Unsigned, a negative position is beyond the end too.
-        held = positions.view(np.uint64) < self._device.lengths[rows].view(np.uint64)
+        held = positions.view(np.uint64) < device.lengths[rows].view(np.uint64)
         if np.count_nonzero(held) != rows.size:
             raise AllocatorMisuse(f"rows {rows[~held].tolist()} hold no token {positions[~held].tolist()}")
-        columns: IntArray = positions // self.block_size
-        first = (self._device.tables[rows, columns] - columns) * self.block_size
-        return first + positions
+        columns = positions // self._divisor
+        slots: IntArray = device.blocks_at(rows, columns) - columns
+        slots *= self._divisor
+        slots += positions
+        return slots
 
     def block_tables(self, rows: ArrayLike) -> NDArray[np.int32]:
         rows = self._known_rows(rows)
-        self._check_on_device(rows)
-        longest = int(self._device.lengths[rows].max(initial=0))
-        return self._device.tables[:, : -(-longest // self.block_size)][rows]
+        lengths = self._device_lengths(rows)
+        if rows.size == 0:
+            return np.zeros((0, 0), dtype=np.int32)
+        width = -(-int(lengths[lengths.argmax()]) // self.block_size)
+        # Seen as one opaque item per row, each row's blocks are copied at once, not one by one.
+        opaque = self._device.tables[:, :width].view((np.void, 4 * width))[:, 0]
+        return opaque[rows].view(np.int32).reshape(rows.size, width)
 
     def num_tokens(self, rows: ArrayLike) -> IntArray:
         return self._device.lengths[self._known_rows(rows)]
@@ -148,16 +167,20 @@ class PagedAllocator(Allocator):
         device = self._device
         return device.num_free if device.num_held == 0 else device.num_free - self._watermark
 
-    def _check_on_device(self, rows: IntArray) -> None:
+    def _device_lengths(self, rows: IntArray) -> IntArray:
+        """Tokens of each row; AllocatorMisuse unless all are on the device."""
         lengths = self._device.lengths[rows]
         if np.count_nonzero(lengths) != rows.size:
             raise AllocatorMisuse(f"rows {rows[lengths == 0].tolist()} hold nothing on the device")
+        return lengths
 
-    def _check_growth(self, rows: IntArray, lengths: IntArray) -> None:
-        self._check_on_device(rows)
-        too_long = lengths > self.pool.max_tokens
-        if np.count_nonzero(too_long):
-            raise AllocatorMisuse(f"rows {rows[too_long].tolist()} outgrow {self.pool.max_tokens} tokens")
+    def _check_growth(self, rows: IntArray, lengths: IntArray, extents: IntArray) -> None:
+        """AllocatorMisuse if a row holds nothing (``extents`` of 0) or would outgrow ``max_tokens``."""
+        if np.count_nonzero(extents) != extents.size:
+            self._device_lengths(rows)
+        if rows.size and lengths[lengths.argmax()] > self.pool.max_tokens:
+            rows = rows[lengths > self.pool.max_tokens]
+            raise AllocatorMisuse(f"rows {rows.tolist()} outgrow max_tokens={self.pool.max_tokens}")
 
     def _move(self, source: Tier, destination: Tier, blocks: IntArray, new_blocks: IntArray) -> Grant:
         """Copies of whole blocks, as slot ranges."""

@@ -41,13 +41,13 @@ class PagedSwapAllocator(PagedAllocator):
     def free(self, rows: ArrayLike) -> None:
         rows = self._distinct_rows(rows)
         on_host = self._host.lengths[rows] > 0
-        self._check_on_device(rows[~on_host])
+        self._device_lengths(rows[~on_host])
         self._device.release(rows[~on_host])
         self._host.release(rows[on_host])
 
     def swap_out(self, rows: ArrayLike) -> Grant | None:
         rows = self._distinct_rows(rows)
-        self._check_on_device(rows)
+        self._device_lengths(rows)
         if _num_distinct_blocks(self._device, rows) > self._host.num_free:
             return None
         moved = self._host.receive(rows, self._device)

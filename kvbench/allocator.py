@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 IntArray = NDArray[np.int64]
+_INT64 = np.dtype(np.int64)
 
 
 class AllocatorMisuse(RuntimeError):
@@ -227,8 +228,8 @@ class Allocator(ABC):
     def _known_rows(self, rows: ArrayLike) -> IntArray:
         """``rows`` as int64 ``[n]``; AllocatorMisuse unless all are within ``max_rows``."""
         rows = as_indices(rows)
-        # Unsigned, a negative row is out of range too: one comparison checks both ends.
-        if np.count_nonzero(rows.view(np.uint64) < self.pool.max_rows) != rows.size:
+        # argmin and argmax are several times faster than min and max.
+        if rows.size and (rows[rows.argmin()] < 0 or rows[rows.argmax()] >= self.pool.max_rows):
             raise AllocatorMisuse(f"rows must be within [0, {self.pool.max_rows}), got {rows.tolist()}")
         return rows
 
@@ -275,8 +276,10 @@ class Allocator(ABC):
 def as_indices(values: ArrayLike) -> IntArray:
     """``values`` as int64 ``[n]``; AllocatorMisuse unless they are integers in one dimension."""
     array = np.asarray(values)
+    if array.dtype is _INT64 and array.ndim == 1:
+        return array
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise AllocatorMisuse(f"expected a 1-D integer array, got {array.dtype} of shape {array.shape}")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return array.astype(np.int64)
