@@ -122,25 +122,23 @@ class BlockTier:
         self.pass_on(left)
         return tails, copies
 
-    def extend(self, rows: IntArray, extents: IntArray, num_new: IntArray) -> None:
-        """Map ``num_new[i]`` (>= 1) free blocks after the ``extents[i]`` slots of ``rows[i]``."""
-        held = extents // self._divisor
-        total = int(num_new.sum())
-        # Block j of the batch is block j - (new blocks of the rows before) of its row's new ones.
-        columns = np.repeat(held - (np.cumsum(num_new) - num_new), num_new) + np.arange(total)
-        self.tables[np.repeat(rows, num_new), columns] = self.take(total)
-        self._extended(rows, extents + num_new * self._divisor, total)
-
-    def extend_by_one(self, rows: IntArray, extents: IntArray) -> None:
-        """`extend` with one block for each row, in half the time: what decode steps do."""
-        self.tables[rows, extents // self._divisor] = self.take(rows.size)
-        self._extended(rows, extents + self._divisor, rows.size)
-
-    def _extended(self, rows: IntArray, extents: IntArray, num_new: int) -> None:
-        self.extents[rows] = extents
+    def extend(self, rows: IntArray, extents: IntArray, num_new: IntArray | None) -> None:
+        """Map free blocks after the ``extents[i]`` slots of ``rows[i]``: ``num_new[i]`` (>= 1), or one."""
+        columns = extents // self._divisor
+        if num_new is None:
+            total = rows.size
+            self.tables[rows, columns] = self.take(total)
+            self.extents[rows] = extents + self._divisor
+        else:
+            total = int(num_new.sum())
+            # Block j of the batch is block j - (new blocks of the rows before) of its row's new ones.
+            starts = columns - (np.cumsum(num_new) - num_new)
+            columns = np.repeat(starts, num_new) + np.arange(total)
+            self.tables[np.repeat(rows, num_new), columns] = self.take(total)
+            self.extents[rows] = extents + num_new * self.block_size
         self.owns_tail[rows] = True
-        self.mapped += num_new
-        self.vacant += num_new * self.block_size
+        self.mapped += total
+        self.vacant += total * self.block_size
 
     def receive(self, rows: IntArray, source: "BlockTier") -> tuple[IntArray, IntArray]:
         """Map the rows as on ``source``, sharing included: the blocks to copy from and to, int64."""

@@ -62,38 +62,33 @@ class PagedAllocator(Allocator):
         return _NO_COPIES
 
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
-        rows = self._distinct_rows(rows)
         device = self._device
+        rows, lengths = self._live_rows(rows, device.lengths)
+        self._check_distinct(rows)
         counts = self._token_counts(num_tokens, rows)
-        lengths = device.lengths[rows] + counts
-        # A row that holds nothing is among the full ones, as its extent is 0.
+        lengths = lengths + counts
+        if rows.size and lengths[lengths.argmax()] > self.pool.max_tokens:
+            raise AllocatorMisuse(f"a row would outgrow max_tokens={self.pool.max_tokens}")
         full = (lengths > device.extents[rows]).nonzero()[0]
-        growing = rows[full]
-        extents = device.extents[growing]
-        self._check_growth(rows, lengths, extents)
-        num_new = (
-            None
-            if isinstance(counts, int) and counts == 1
-            else -((extents - lengths[full]) // self.block_size)
-        )
-        num_blocks = growing.size if num_new is None else int(num_new.sum())
+        growing, extents = rows[full], device.extents[rows[full]]
+        num_new: IntArray | None = None  # one block each: all that decode steps need
+        if not isinstance(counts, int) or counts > 1:
+            num_new = -((extents - lengths[full]) // self.block_size)
         copying = device.writers_to_copy(rows) if device.shares else rows[:0]
-        if num_blocks + copying.size > device.num_free:
+        num_blocks = copying.size + (growing.size if num_new is None else int(num_new.sum()))
+        if num_blocks > device.num_free:
             return None
         grant = _NO_COPIES
         if copying.size:
             grant = self._move(Tier.DEVICE, Tier.DEVICE, *device.copy_tails(copying))
-        if num_new is None:
-            device.extend_by_one(growing, extents)
-        else:
+        if growing.size:
             device.extend(growing, extents, num_new)
         device.lengths[rows] = lengths
         device.vacant -= counts * rows.size if isinstance(counts, int) else int(counts.sum())
         return grant
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
-        parents = self._known_rows(parents)
-        self._device_lengths(parents)
+        parents, _ = self._live_rows(parents, self._device.lengths)
         children = self._free_rows(children)
         if parents.size != children.size:
             raise AllocatorMisuse(f"{parents.size} parents for {children.size} children")
@@ -101,17 +96,17 @@ class PagedAllocator(Allocator):
         return _NO_COPIES
 
     def free(self, rows: ArrayLike) -> None:
-        rows = self._distinct_rows(rows)
-        self._device_lengths(rows)
+        rows, _ = self._live_rows(rows, self._device.lengths)
+        self._check_distinct(rows)
         self._device.release(rows)
 
     def slots(self, rows: ArrayLike, positions: ArrayLike) -> IntArray:
-        rows, positions = self._known_rows(rows), as_indices(positions)
+        rows, positions = as_indices(rows), as_indices(positions)
         if rows.size != positions.size:
             raise AllocatorMisuse(f"{positions.size} positions for {rows.size} rows")
         device = self._device
         # Unsigned, a negative position is beyond the end too.
-        held = positions.view(np.uint64) < device.lengths[rows].view(np.uint64)
+        held = positions.view(np.uint64) < self._lookup(device.lengths, rows).view(np.uint64)
         if np.count_nonzero(held) != rows.size:
             raise AllocatorMisuse(f"rows {rows[~held].tolist()} hold no token {positions[~held].tolist()}")
         columns = positions // self._divisor
@@ -121,22 +116,17 @@ class PagedAllocator(Allocator):
         return slots
 
     def block_tables(self, rows: ArrayLike) -> NDArray[np.int32]:
-        rows = self._known_rows(rows)
-        lengths = self._device_lengths(rows)
-        if rows.size == 0:
-            return np.zeros((0, 0), dtype=np.int32)
-        width = -(-int(lengths[lengths.argmax()]) // self.block_size)
-        # Seen as one opaque item per row, each row's blocks are copied at once, not one by one.
-        opaque = self._device.tables[:, :width].view((np.void, 4 * width))[:, 0]
-        return opaque[rows].view(np.int32).reshape(rows.size, width)
+        rows, lengths = self._live_rows(rows, self._device.lengths)
+        longest = int(lengths[lengths.argmax()]) if rows.size else 0
+        return self._device.tables[:, : -(-longest // self.block_size)][rows]
 
     def num_tokens(self, rows: ArrayLike) -> IntArray:
-        return self._device.lengths[self._known_rows(rows)]
+        return self._lookup(self._device.lengths, as_indices(rows))
 
     def capacity(self, rows: ArrayLike) -> IntArray:
-        rows = self._known_rows(rows)
-        device = self._device
-        return device.lengths[rows] + np.where(device.owns_tail[rows], device.room_in_tails(rows), 0)
+        rows, device = as_indices(rows), self._device
+        lengths = self._lookup(device.lengths, rows)
+        return np.where(device.owns_tail[rows], device.extents[rows], lengths)
 
     def max_admissible_tokens(self, num_rows: int) -> int:
         if num_rows < 1:
@@ -166,21 +156,6 @@ class PagedAllocator(Allocator):
         """Blocks that an admission may take."""
         device = self._device
         return device.num_free if device.num_held == 0 else device.num_free - self._watermark
-
-    def _device_lengths(self, rows: IntArray) -> IntArray:
-        """Tokens of each row; AllocatorMisuse unless all are on the device."""
-        lengths = self._device.lengths[rows]
-        if np.count_nonzero(lengths) != rows.size:
-            raise AllocatorMisuse(f"rows {rows[lengths == 0].tolist()} hold nothing on the device")
-        return lengths
-
-    def _check_growth(self, rows: IntArray, lengths: IntArray, extents: IntArray) -> None:
-        """AllocatorMisuse if a row holds nothing (``extents`` of 0) or would outgrow ``max_tokens``."""
-        if np.count_nonzero(extents) != extents.size:
-            self._device_lengths(rows)
-        if rows.size and lengths[lengths.argmax()] > self.pool.max_tokens:
-            rows = rows[lengths > self.pool.max_tokens]
-            raise AllocatorMisuse(f"rows {rows.tolist()} outgrow max_tokens={self.pool.max_tokens}")
 
     def _move(self, source: Tier, destination: Tier, blocks: IntArray, new_blocks: IntArray) -> Grant:
         """Copies of whole blocks, as slot ranges."""

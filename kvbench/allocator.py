@@ -225,31 +225,42 @@ class Allocator(ABC):
 
     # Argument checks that every allocator shares.
 
-    def _known_rows(self, rows: ArrayLike) -> IntArray:
-        """``rows`` as int64 ``[n]``; AllocatorMisuse unless all are within ``max_rows``."""
-        rows = as_indices(rows)
-        # argmin and argmax are several times faster than min and max.
-        if rows.size and (rows[rows.argmin()] < 0 or rows[rows.argmax()] >= self.pool.max_rows):
+    def _lookup(self, values: IntArray, rows: IntArray) -> IntArray:
+        """``values[rows]`` of an array by row; AllocatorMisuse on a row out of range."""
+        try:
+            found = values[rows]
+        except IndexError:
+            found = None
+        # Negative rows count from the end. argmin is several times faster than min.
+        if found is None or (rows.size and rows[rows.argmin()] < 0):
             raise AllocatorMisuse(f"rows must be within [0, {self.pool.max_rows}), got {rows.tolist()}")
+        return found
+
+    def _live_rows(self, rows: ArrayLike, lengths: IntArray) -> tuple[IntArray, IntArray]:
+        """``rows`` and their ``lengths[rows]``; AllocatorMisuse on a row that has none."""
+        rows = as_indices(rows)
+        found = self._lookup(lengths, rows)
+        if np.count_nonzero(found) != rows.size:
+            raise AllocatorMisuse(f"rows {rows[found == 0].tolist()} hold nothing on this tier")
+        return rows, found
+
+    def _free_rows(self, rows: ArrayLike) -> IntArray:
+        """Distinct rows that hold nothing on any tier."""
+        rows = as_indices(rows)
+        lengths = self.num_tokens(rows)
+        if np.count_nonzero(lengths):
+            raise AllocatorMisuse(f"rows {rows[lengths > 0].tolist()} are busy")
+        self._check_distinct(rows)
         return rows
 
-    def _distinct_rows(self, rows: ArrayLike) -> IntArray:
-        """``rows`` as int64 ``[n]``; AllocatorMisuse unless known and distinct."""
-        rows = self._known_rows(rows)
+    def _check_distinct(self, rows: IntArray) -> None:
+        """AllocatorMisuse unless the rows, known to be in range, are distinct."""
         if rows.size > 1:
             self._seen[rows] = True
             num_distinct = np.count_nonzero(self._seen)
             self._seen[rows] = False
             if num_distinct != rows.size:
                 raise AllocatorMisuse(f"rows must be distinct, got {rows.tolist()}")
-        return rows
-
-    def _free_rows(self, rows: ArrayLike) -> IntArray:
-        """Distinct rows that hold nothing on any tier."""
-        rows = self._distinct_rows(rows)
-        if np.count_nonzero(self.num_tokens(rows)):
-            raise AllocatorMisuse(f"rows {rows[self.num_tokens(rows) > 0].tolist()} are busy")
-        return rows
 
     def _token_counts(self, num_tokens: ArrayLike, rows: IntArray) -> int | IntArray:
         """``num_tokens`` as an int for all rows or int64 ``[n]``; AllocatorMisuse unless >= 1."""
