@@ -38,8 +38,6 @@ class BlockTier:
         self.num_free = num_blocks
         # A stack whose top is `_free[num_free - 1]`: block 0 is taken first.
         self._free = np.arange(num_blocks)[::-1].copy()
-        # One flat index is gathered twice as fast as a pair of row and column.
-        self._flat_tables = self.tables.reshape(-1)
         self._row_starts = np.arange(max_rows) * self.tables.shape[1]
 
     @property
@@ -49,7 +47,7 @@ class BlockTier:
     @property
     def shares(self) -> bool:
         """Whether any block is held by more than one row."""
-        return self.mapped != self.num_blocks - self.num_free
+        return self.mapped != self.num_held
 
     def take(self, count: int) -> IntArray:
         """Pop free blocks with one reference each. A view: valid until blocks are returned."""
@@ -66,7 +64,8 @@ class BlockTier:
         return blocks.astype(np.int64), counts
 
     def blocks_at(self, rows: IntArray, columns: IntArray) -> NDArray[np.int32]:
-        return self._flat_tables[self._row_starts[rows] + columns]
+        # One flat index is gathered in half the time of a row and a column.
+        return self.tables.reshape(-1)[self._row_starts[rows] + columns]
 
     def tails_of(self, rows: IntArray) -> IntArray:
         return self.blocks_at(rows, self.extents[rows] // self.block_size - 1).astype(np.int64)
@@ -106,6 +105,8 @@ class BlockTier:
         tails = self.tails_of(rows)
         shared = (self.references[tails] > 1) & (self.room_in_tails(rows) > 0)
         rows = rows[shared]
+        if rows.size == 0:
+            return rows
         blocks, inverse, num_writers = np.unique(tails[shared], return_inverse=True, return_counts=True)
         all_write = (num_writers == self.references[blocks])[inverse]
         return rows[~(all_write & self.owns_tail[rows])]

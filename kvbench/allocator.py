@@ -264,9 +264,9 @@ class Allocator(ABC):
 
     def _token_counts(self, num_tokens: ArrayLike, rows: IntArray) -> int | IntArray:
         """``num_tokens`` as an int for all rows or int64 ``[n]``; AllocatorMisuse unless >= 1."""
-        if isinstance(num_tokens, int):
-            counts: int | IntArray = num_tokens
-            lowest = num_tokens
+        counts: int | IntArray
+        if isinstance(num_tokens, (int, np.integer)):
+            counts = lowest = int(num_tokens)
         else:
             counts = as_indices(num_tokens)
             if counts.shape != rows.shape:
