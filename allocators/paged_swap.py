@@ -43,8 +43,9 @@ class PagedSwapAllocator(PagedAllocator):
         on_host = self._lookup(self._host.lengths, rows) > 0
         self._live_rows(rows[~on_host], self._device.lengths)
         self._check_distinct(rows)
-        self._device.release(rows[~on_host])
-        self._host.release(rows[on_host])
+        for tier, held in ((self._device, rows[~on_host]), (self._host, rows[on_host])):
+            if held.size:
+                tier.release(held)
 
     def swap_out(self, rows: ArrayLike) -> Grant | None:
         rows, _ = self._live_rows(rows, self._device.lengths)
