@@ -70,7 +70,8 @@ class ContiguousAllocator(Allocator):
         return _copy_regions(np.repeat(bases[:1], rows.size - 1), bases[1:], lengths[1:])
 
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
-        rows, lengths = self._live_rows(rows)
+        rows, lengths = self._live_rows(rows, self._lengths)
+        self._check_distinct(rows)
         grown = lengths + self._token_counts(num_tokens, rows)
         if np.any(grown > self._capacity[rows]):
             raise AllocatorMisuse(f"rows {rows[grown > self._capacity[rows]].tolist()} outgrow their reservation")
@@ -79,7 +80,7 @@ class ContiguousAllocator(Allocator):
         return Grant()
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
-        parents, lengths = self._live_rows(parents, distinct=False)
+        parents, lengths = self._live_rows(parents, self._lengths)
         children = self._free_rows(children)
         if parents.size != children.size:
             raise AllocatorMisuse(f"{parents.size} parents for {children.size} children")
@@ -91,28 +92,29 @@ class ContiguousAllocator(Allocator):
         return _copy_regions(self._base[parents], bases, lengths)
 
     def free(self, rows: ArrayLike) -> None:
-        rows, lengths = self._live_rows(rows)
+        rows, lengths = self._live_rows(rows, self._lengths)
+        self._check_distinct(rows)
         self._return_regions(self._base[rows], self._capacity[rows])
         self._token_states -= int(lengths.sum())
         self._held -= int(self._capacity[rows].sum())
         self._base[rows] = self._lengths[rows] = self._capacity[rows] = 0
 
     def slots(self, rows: ArrayLike, positions: ArrayLike) -> IntArray:
-        rows, lengths = self._live_rows(rows, distinct=False)
+        rows, lengths = self._live_rows(rows, self._lengths)
         positions = as_indices(positions)
         if positions.shape != rows.shape or np.any((positions < 0) | (positions >= lengths)):
             raise AllocatorMisuse("a position is outside the tokens its row holds")
         return self._base[rows] + positions
 
     def base_slots(self, rows: ArrayLike) -> IntArray:
-        rows, _ = self._live_rows(rows, distinct=False)
+        rows, _ = self._live_rows(rows, self._lengths)
         return self._base[rows]
 
     def num_tokens(self, rows: ArrayLike) -> IntArray:
-        return self._lengths[self._known_rows(rows)]
+        return self._lookup(self._lengths, as_indices(rows))
 
     def capacity(self, rows: ArrayLike) -> IntArray:
-        return self._capacity[self._known_rows(rows)]
+        return self._lookup(self._capacity, as_indices(rows))
 
     def usage(self) -> Usage:
         rounding = self._rounding()
@@ -146,14 +148,6 @@ class ContiguousAllocator(Allocator):
     def _rounding(self) -> int:
         """Slots that regions in use lose to the allocator's granularity."""
         return 0
-
-    def _live_rows(self, rows: ArrayLike, distinct: bool = True) -> tuple[IntArray, IntArray]:
-        """The rows and their lengths; AllocatorMisuse unless each holds tokens."""
-        rows = self._distinct_rows(rows) if distinct else self._known_rows(rows)
-        lengths = self._lengths[rows]
-        if np.count_nonzero(lengths) != rows.size:
-            raise AllocatorMisuse(f"rows {rows[lengths == 0].tolist()} hold nothing")
-        return rows, lengths
 
     def _occupy(self, rows: IntArray, bases: IntArray, lengths: IntArray, capacities: IntArray) -> None:
         self._base[rows] = bases

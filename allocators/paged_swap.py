@@ -9,13 +9,13 @@ from allocators.blocks import BlockTier
 from allocators.paged import PagedAllocator
 from kvbench.allocator import (
     AllocatorConfigError,
-    AllocatorMisuse,
     Capability,
     Grant,
     IntArray,
     Pool,
     Tier,
     Usage,
+    as_indices,
 )
 
 
@@ -39,15 +39,17 @@ class PagedSwapAllocator(PagedAllocator):
         self._host = BlockTier(num_host_blocks, block_size, pool.max_rows, pool.max_tokens)
 
     def free(self, rows: ArrayLike) -> None:
-        rows = self._distinct_rows(rows)
-        on_host = self._host.lengths[rows] > 0
-        self._check_on_device(rows[~on_host])
-        self._device.release(rows[~on_host])
-        self._host.release(rows[on_host])
+        rows = as_indices(rows)
+        on_host = self._lookup(self._host.lengths, rows) > 0
+        self._live_rows(rows[~on_host], self._device.lengths)
+        self._check_distinct(rows)
+        for tier, held in ((self._device, rows[~on_host]), (self._host, rows[on_host])):
+            if held.size:
+                tier.release(held)
 
     def swap_out(self, rows: ArrayLike) -> Grant | None:
-        rows = self._distinct_rows(rows)
-        self._check_on_device(rows)
+        rows, _ = self._live_rows(rows, self._device.lengths)
+        self._check_distinct(rows)
         if _num_distinct_blocks(self._device, rows) > self._host.num_free:
             return None
         moved = self._host.receive(rows, self._device)
@@ -55,9 +57,8 @@ class PagedSwapAllocator(PagedAllocator):
         return self._move(Tier.DEVICE, Tier.HOST, *moved)
 
     def swap_in(self, rows: ArrayLike) -> Grant | None:
-        rows = self._distinct_rows(rows)
-        if np.count_nonzero(self._host.lengths[rows]) != rows.size:
-            raise AllocatorMisuse(f"rows {rows[self._host.lengths[rows] == 0].tolist()} are not swapped out")
+        rows, _ = self._live_rows(rows, self._host.lengths)
+        self._check_distinct(rows)
         if _num_distinct_blocks(self._host, rows) > self._num_admissible_blocks():
             return None
         moved = self._device.receive(rows, self._host)
@@ -65,11 +66,11 @@ class PagedSwapAllocator(PagedAllocator):
         return self._move(Tier.HOST, Tier.DEVICE, *moved)
 
     def num_tokens(self, rows: ArrayLike) -> IntArray:
-        rows = self._known_rows(rows)
-        return self._device.lengths[rows] + self._host.lengths[rows]
+        rows = as_indices(rows)
+        return self._lookup(self._device.lengths, rows) + self._host.lengths[rows]
 
     def capacity(self, rows: ArrayLike) -> IntArray:
-        rows = self._known_rows(rows)
+        rows = as_indices(rows)
         return super().capacity(rows) + self._host.lengths[rows]
 
     def usage(self) -> Usage:

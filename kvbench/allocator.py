@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 IntArray = NDArray[np.int64]
+_INT64 = np.dtype(np.int64)
 
 
 class AllocatorMisuse(RuntimeError):
@@ -224,37 +225,48 @@ class Allocator(ABC):
 
     # Argument checks that every allocator shares.
 
-    def _known_rows(self, rows: ArrayLike) -> IntArray:
-        """``rows`` as int64 ``[n]``; AllocatorMisuse unless all are within ``max_rows``."""
-        rows = as_indices(rows)
-        # Unsigned, a negative row is out of range too: one comparison checks both ends.
-        if np.count_nonzero(rows.view(np.uint64) < self.pool.max_rows) != rows.size:
+    def _lookup(self, values: IntArray, rows: IntArray) -> IntArray:
+        """``values[rows]`` of an array by row; AllocatorMisuse on a row out of range."""
+        try:
+            found = values[rows]
+        except IndexError:
+            found = None
+        # Negative rows count from the end. argmin is several times faster than min.
+        if found is None or (rows.size and rows[rows.argmin()] < 0):
             raise AllocatorMisuse(f"rows must be within [0, {self.pool.max_rows}), got {rows.tolist()}")
+        return found
+
+    def _live_rows(self, rows: ArrayLike, lengths: IntArray) -> tuple[IntArray, IntArray]:
+        """``rows`` and their ``lengths[rows]``; AllocatorMisuse on a row that has none."""
+        rows = as_indices(rows)
+        found = self._lookup(lengths, rows)
+        if np.count_nonzero(found) != rows.size:
+            raise AllocatorMisuse(f"rows {rows[found == 0].tolist()} hold nothing on this tier")
+        return rows, found
+
+    def _free_rows(self, rows: ArrayLike) -> IntArray:
+        """Distinct rows that hold nothing on any tier."""
+        rows = as_indices(rows)
+        lengths = self.num_tokens(rows)
+        if np.count_nonzero(lengths):
+            raise AllocatorMisuse(f"rows {rows[lengths > 0].tolist()} are busy")
+        self._check_distinct(rows)
         return rows
 
-    def _distinct_rows(self, rows: ArrayLike) -> IntArray:
-        """``rows`` as int64 ``[n]``; AllocatorMisuse unless known and distinct."""
-        rows = self._known_rows(rows)
+    def _check_distinct(self, rows: IntArray) -> None:
+        """AllocatorMisuse unless the rows, known to be in range, are distinct."""
         if rows.size > 1:
             self._seen[rows] = True
             num_distinct = np.count_nonzero(self._seen)
             self._seen[rows] = False
             if num_distinct != rows.size:
                 raise AllocatorMisuse(f"rows must be distinct, got {rows.tolist()}")
-        return rows
-
-    def _free_rows(self, rows: ArrayLike) -> IntArray:
-        """Distinct rows that hold nothing on any tier."""
-        rows = self._distinct_rows(rows)
-        if np.count_nonzero(self.num_tokens(rows)):
-            raise AllocatorMisuse(f"rows {rows[self.num_tokens(rows) > 0].tolist()} are busy")
-        return rows
 
     def _token_counts(self, num_tokens: ArrayLike, rows: IntArray) -> int | IntArray:
         """``num_tokens`` as an int for all rows or int64 ``[n]``; AllocatorMisuse unless >= 1."""
-        if isinstance(num_tokens, int):
-            counts: int | IntArray = num_tokens
-            lowest = num_tokens
+        counts: int | IntArray
+        if isinstance(num_tokens, (int, np.integer)):
+            counts = lowest = int(num_tokens)
         else:
             counts = as_indices(num_tokens)
             if counts.shape != rows.shape:
@@ -275,8 +287,10 @@ class Allocator(ABC):
 def as_indices(values: ArrayLike) -> IntArray:
     """``values`` as int64 ``[n]``; AllocatorMisuse unless they are integers in one dimension."""
     array = np.asarray(values)
+    if array.dtype is _INT64 and array.ndim == 1:
+        return array
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise AllocatorMisuse(f"expected a 1-D integer array, got {array.dtype} of shape {array.shape}")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return array.astype(np.int64)

@@ -93,7 +93,7 @@ class Harness:
         self._verb("free", rows)
         for row in rows:
             del self.rows[row]
-        if not self.rows:
+        if rows and not self.rows:
             assert self.allocator.usage() == self.initial_usage, "slots leaked: all rows are free"
 
     def swap_out(self, rows: Sequence[int]) -> bool:
@@ -125,6 +125,22 @@ class Harness:
         if not empty:
             assert self.allocator.usage().withheld == before.withheld, "swap_in used the watermark"
         return True
+
+    def check_admissible(self, num_rows: int) -> None:
+        """In the empty pool, `max_admissible_tokens` is exactly how far a group can grow."""
+        assert not self.rows, "the pool is not empty"
+        most = self.allocator.max_admissible_tokens(num_rows)
+        rows = list(range(num_rows))
+        if most:
+            self.allocate(rows, most, most)  # in an empty pool, which must not refuse it
+            self.free(rows)
+        for reach in (most, most + 1):
+            if 0 < reach <= self.pool.max_tokens:
+                # Admitted one by one: as a group they would share the prompt.
+                grown = all(self.allocate([row], 1, reach) for row in rows)
+                grown = grown and (reach == 1 or self.append(rows, reach - 1))
+                assert grown == (reach == most), f"{num_rows} rows of {reach}: {grown}, admissible {most}"
+                self.free(list(self.rows))
 
     def misuse(self, verb: str, *args: Any, **kwargs: Any) -> None:
         """The call must raise AllocatorMisuse and change nothing."""

@@ -44,14 +44,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         num_tokens = min(self.harness.allocator.usage().free, self.harness.pool.max_tokens)
         self.harness.allocate(_some(data, self.harness.idle()[:2]), num_tokens, num_tokens)
 
-    @precondition(lambda self: not self.harness.rows)
-    @rule(data=st.data(), at_once=st.booleans())
-    def allocate_the_most_admissible(self, data, at_once):
-        rows = _some(data, self.harness.idle()[:4])
-        most = self.harness.allocator.max_admissible_tokens(len(rows))
-        if most and self.harness.allocate(rows, most if at_once else 1, most) and not at_once and most > 1:
-            assert self.harness.append(rows, most - 1), "an admissible group could not grow"
-
     @precondition(lambda self: self.harness.live())
     @rule(data=st.data())
     def decode(self, data):
@@ -108,9 +100,11 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def teardown(self):
         # After a failure, teardown must not fail too and hide it.
-        if hasattr(self, "harness") and self.harness.sound and self.harness.rows:
+        if hasattr(self, "harness") and self.harness.sound:
             self.harness.free(list(self.harness.rows))
             self.harness.check()
+            for num_rows in (1, 2, self.harness.pool.max_rows):
+                self.harness.check_admissible(num_rows)
 
     def _swaps(self) -> bool:
         return Capability.SWAP in self.harness.allocator.supports

@@ -26,5 +26,5 @@ def test_laws_hold_for_other_block_sizes(block_size):
 @pytest.mark.parametrize("name", NAMES)
 def test_laws_hold_over_ten_thousand_steps(name):
     cls = machine(maker(name))
-    run_state_machine_as_test(cls, settings=settings(SETTINGS, max_examples=140, stateful_step_count=100))
+    run_state_machine_as_test(cls, settings=settings(SETTINGS, max_examples=170, stateful_step_count=100))
     assert cls.num_steps >= 10_000

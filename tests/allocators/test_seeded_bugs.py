@@ -69,7 +69,7 @@ class TableIsNotCleared(BlockTier):
     def release(self, rows):
         tables = self.tables.copy()
         super().release(rows)
-        self.tables = tables
+        self.tables[:] = tables
 
 
 class SwapLosesSharing(BlockTier):
@@ -183,13 +183,10 @@ ALLOCATORS = [
 
 
 def assert_caught(allocator_class, **options):
-    class Unaudited(allocator_class):
-        def check_integrity(self):
-            pass
-
+    unaudited = type("Unaudited", (allocator_class,), {"check_integrity": lambda self: None})
     many = settings(SETTINGS, max_examples=100, report_multiple_bugs=False)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(machine(lambda pool: Unaudited(pool, **options)), settings=many)
+        run_state_machine_as_test(machine(lambda pool: unaudited(pool, **options)), settings=many)
 
 
 @pytest.mark.parametrize("tier", TIERS)
