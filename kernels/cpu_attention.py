@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 from numba import carray, cfunc, from_dtype, njit, types
 
-from kernels import cpu_vectors
-from kernels.cpu_vectors import (
-    ITEM_BYTES,
+from kernels import cpu_steps, cpu_vectors
+from kernels.cpu_steps import (
     STEP,
     TILE,
     fetch_add,
@@ -27,6 +26,7 @@ from kernels.cpu_vectors import (
     softmax_step,
     value_step,
 )
+from kernels.cpu_vectors import ITEM_BYTES
 
 SPAN = 512  # tokens per piece of a sequence with few queries
 QUERY_BLOCK = 16  # queries per piece
@@ -65,7 +65,7 @@ class Arguments(ctypes.Structure):
 
 
 _ENTRY = types.void(types.CPointer(from_dtype(np.dtype(Arguments))))
-_SOURCE = zlib.crc32(Path(cpu_vectors.__file__).read_bytes())
+_SOURCES = zlib.crc32(b"".join(Path(module.__file__).read_bytes() for module in (cpu_steps, cpu_vectors)))
 
 
 @njit(cache=True)
@@ -113,11 +113,11 @@ def kernel(head_dim: int, group: int, kind: int, capped: int):
     Per tile and KV head: scores of the head group, online softmax, weighted values, with the rows of
     the next head (or of the next tile's first head) prefetched meanwhile, so that memory never waits.
     """
-    source = _SOURCE
+    sources = _SOURCES
 
     @cfunc(_ENTRY, nopython=True, cache=True)
     def attend(arguments):
-        _ = source  # a cell of this closure, thus in numba's cache key, which covers this file only
+        _ = sources  # a cell of this closure, thus in numba's cache key, which covers this file only
         work = carray(arguments, (1,))[0]
         head_bytes = head_dim * ITEM_BYTES[kind]
         head_floats = group * head_dim * 4
