@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_vectors
+from kernels import cpu_attention, cpu_vectors, cpu_work
 from kernels.addressing import BaseSlots, BlockTables
 from kernels.openmp import parallel
 
@@ -75,15 +75,15 @@ def _attention(
     out = torch.empty_like(query) if out is None else out
     result = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     query = query.float()
-    pieces = cpu_attention.plan(query_starts, lengths.numpy(), window)
-    num_partials = int(pieces[-1, cpu_attention.PARTIAL] + pieces[-1, cpu_attention.NUM_QUERIES])
+    pieces = cpu_work.plan(query_starts, lengths.numpy(), window)
+    num_partials = int(pieces[-1, cpu_work.PARTIAL] + pieces[-1, cpu_work.NUM_QUERIES])
     partial = torch.empty(num_partials * num_query_heads * head_dim)
     state = torch.empty(num_partials * num_query_heads * 2)
     if isinstance(where, BlockTables):
         table, table_width, block_size = where.tables, where.tables.shape[1], where.block_size
     else:
         table, table_width, block_size = where.bases, 0, 0
-    arguments = cpu_attention.Arguments(
+    arguments = cpu_work.Arguments(
         query=query.data_ptr(),
         key=key_cache.data_ptr(),
         value=value_cache.data_ptr(),
@@ -102,7 +102,7 @@ def _attention(
         softcap=softcap * _LOG2_E,
     )
     address = ctypes.addressof(arguments)
-    arguments.counter = address + cpu_attention.Arguments.next_piece.offset
+    arguments.counter = address + cpu_work.Arguments.next_piece.offset
     kind = _KINDS[key_cache.dtype]
     kernel = cpu_attention.kernel(head_dim, num_query_heads // num_kv_heads, kind, int(softcap > 0))
     parallel(kernel.ctypes, address, torch.get_num_threads())
