@@ -16,12 +16,10 @@ from kvbench.workload import WorkloadConfig, build
 from tests.smollm2 import needs_smollm2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(str.strip)
-ONE_LINE = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"), min_size=1
-).filter(str.strip)
-file_per_example = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+ONE_LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"), min_size=1).filter(
+    str.strip
 )
+file_per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 
 
 def write(tmp_path, name, text):

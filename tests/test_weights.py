@@ -233,9 +233,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 def test_an_unreachable_hub_id_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(weights.hub_constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(weights, "model_info", lambda name, timeout: [][0])
-    with pytest.raises(
-        ConfigError, match=r"model\.path: no/such: no local directory; from the hub \(IndexError"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.path: no/such: no local directory; from the hub \(IndexError"):
         load(ModelConfig(source="hf", path="no/such"), torch.float32)
 
 

@@ -85,12 +85,12 @@ def serve(
     scheduler = Scheduler(allocator, table, config)
     recorder = Recorder(allocator, scheduler, table)
     engine = Engine(scheduler, executor, recorder, eos=eos, audit=audit)
-    groups = [_group(request, allocator, policy, setting.max_tokens, eos) for request in requests]
+    groups = [make_group(request, allocator, policy, setting.max_tokens, eos) for request in requests]
     end_s = engine.run(groups)
     return Served(groups, recorder, allocator, end_s)
 
 
-def _group(request: Request, allocator: Allocator, policy: Reservation, limit: int, eos: tuple[int, ...]) -> Group:
+def make_group(request: Request, allocator: Allocator, policy: Reservation, limit: int, eos: tuple[int, ...]) -> Group:
     reserves = Capability.RESERVES_GROWTH in allocator.supports
     need = reserved_tokens(policy, request, limit) if reserves else kv_tokens(request)
     assert need <= allocator.max_admissible_tokens(request.num_sequences)
