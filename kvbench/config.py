@@ -45,6 +45,14 @@ class DeviceKind(Enum):
     cuda = "cuda"
 
 
+class Linear(Enum):
+    """How the model's linear layers are computed."""
+
+    auto = "auto"  # packed on the CPU in float32 and bfloat16, else torch
+    torch = "torch"
+    packed = "packed"
+
+
 class Dtype(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -74,6 +82,7 @@ class PoolConfig:
 class ExecutorConfig:
     name: str = MISSING
     kernels: str = "auto"
+    linear: Linear = Linear.auto
 
 
 @dataclass

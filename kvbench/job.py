@@ -11,10 +11,11 @@ import kernels
 from kvbench import models, workload
 from kvbench.allocator import Allocator, AllocatorConfigError, Capability, Pool
 from kvbench.beam import BeamSearch
-from kvbench.config import Config, DeviceKind, Oversized, Preemption, Reservation
+from kvbench.config import Config, DeviceKind, Dtype, Linear, Oversized, Preemption, Reservation
 from kvbench.engine import Engine
 from kvbench.errors import ConfigError
 from kvbench.executors import inspection
+from kvbench.executors.packing import pack_linears
 from kvbench.executors.storage import KVStorage
 from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.group import Group, Status
@@ -43,6 +44,7 @@ def validate(cfg: Config) -> None:
             raise ConfigError(f"{setting}: {value} is below {least}")
     if cfg.scheduler.force_preemption_every in (1,) or cfg.scheduler.force_preemption_every < 0:
         raise ConfigError("scheduler.force_preemption_every: use 0 (never) or 2 and more")
+    _linear(cfg, choose_device(cfg.device.name))
     workload.validate(cfg.workload)
     _validate_allocator(cfg)
 
@@ -99,6 +101,9 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
         raise ConfigError(f"max_model_len: {cfg.max_model_len} exceeds the {loaded.max_tokens} tokens of {loaded.name}")
     model = loaded.model.to(device)
     geometry = inspection.inspect(model)
+    linear = _linear(cfg, device)
+    if linear is Linear.packed:
+        pack_linears(model)
     bytes_per_slot = geometry.bytes_per_slot(dtype)
     requests = workload.build(
         cfg.workload,
@@ -125,12 +130,22 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     record = {
         "model": loaded.provenance,
         "kernels": implementation,
+        "linear": linear.value,
         "geometry": asdict(geometry),
         "bytes_per_slot": bytes_per_slot,
         "pool": asdict(pool),
         "block_size": allocator.block_size,
     }
     return Job(engine, recorder, groups, device, bytes_per_slot, record)
+
+
+def _linear(cfg: Config, device: torch.device) -> Linear:
+    can_pack = device.type == "cpu" and cfg.dtype is not Dtype.float16
+    if cfg.executor.linear is Linear.auto:
+        return Linear.packed if can_pack else Linear.torch
+    if cfg.executor.linear is Linear.packed and not can_pack:
+        raise ConfigError("executor.linear: packed needs device=cpu and dtype=float32 or bfloat16; use auto or torch")
+    return cfg.executor.linear
 
 
 def _pool(cfg: Config, device: torch.device, bytes_per_slot: int) -> Pool:

@@ -144,9 +144,7 @@ def _load_hugging_face(
     try:
         model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, local_files_only=local)
     except (OSError, ValueError) as error:
-        what = (
-            "no decoder that transformers can load" if refusal is None else "no local directory; from the hub"
-        )
+        what = "no decoder that transformers can load" if refusal is None else "no local directory; from the hub"
         raise ConfigError(f"model.path: {cfg.path}: {what} ({refusal or error})") from error
     return model, _tokenizer_of(location, local), {"source": "hf", "path": cfg.path} | _identity(path, model)
 

@@ -1,0 +1,88 @@
+"""Linear layers made ready for CPU decoding: weights packed once, projections of one input fused.
+
+``torch.nn.Linear`` hands oneDNN a plain weight, which it reorders into its blocked layout in every call:
+at decode batch sizes that costs more than the product. Here each weight is reordered once.
+
+bfloat16 on a processor without bfloat16 instructions is computed in float32 by upconverting weights
+once: the products are the same numbers, the sums are more exact, and the weights take twice the memory.
+"""
+
+import torch
+from torch import Tensor, nn
+
+PACK_BATCH = 16  # tokens per step that the blocked layout is chosen for; others work as well
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replace every linear layer of ``model`` in place. Inference only, float32 and bfloat16.
+
+    Tied weights (an embedding used as the output layer) keep serving their other owner.
+    """
+    for parent in list(model.modules()):
+        for names in FUSED:
+            layers = [getattr(parent, name, None) for name in names]
+            if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
+                _fuse(parent, names, layers)  # type: ignore[arg-type]
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+
+
+class PackedLinear(nn.Module):
+    """``x @ weight.T + bias`` with a packed weight. x: ``[..., in_features]``, in the weight's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_dtype = weight.dtype
+        compute = torch.float32 if weight.dtype == torch.bfloat16 and not has_bfloat16() else weight.dtype
+        self.compute_dtype = compute
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(compute), PACK_BATCH)
+        self.bias = None if bias is None else bias.detach().to(compute)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.ops.mkldnn._linear_pointwise(x.to(self.compute_dtype), self.packed, self.bias, "none", [], "")
+        return out.to(self.out_dtype)
+
+
+class _First(nn.Module):
+    """The first of several projections of one input: computes all, keeps the others for their turn."""
+
+    def __init__(self, fused: PackedLinear, sizes: list[int], others: "list[_Other]") -> None:
+        super().__init__()
+        self._fused, self._sizes, self._others = fused, sizes, others
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *rest = self._fused(x).split(self._sizes, dim=-1)
+        for other, part in zip(self._others, rest, strict=True):
+            other.input, other.output = x, part
+        return first
+
+
+class _Other(nn.Module):
+    """Hands out what :class:`_First` computed for the same input."""
+
+    input: Tensor | None = None
+    output: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.output
+        if self.input is not x or output is None:
+            raise RuntimeError("a fused projection was given another input than its siblings")
+        self.input = self.output = None
+        return output
+
+
+def _fuse(parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear]) -> None:
+    weight = torch.cat([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers]
+    bias = None if biases[0] is None else torch.cat(biases)
+    others = [_Other() for _ in names[1:]]
+    first = _First(PackedLinear(weight, bias), [layer.out_features for layer in layers], others)
+    for name, layer in zip(names, [first, *others], strict=True):
+        setattr(parent, name, layer)
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 in hardware."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
