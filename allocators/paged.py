@@ -164,6 +164,8 @@ class PagedAllocator(Allocator):
 
     def _move(self, source: Tier, destination: Tier, blocks: IntArray, new_blocks: IntArray) -> Grant:
         """Copies of whole blocks, as slot ranges."""
+        if blocks.size == 0:
+            return _NO_COPIES
         size = np.full(blocks.size, self.block_size, dtype=np.int64)
         ranges = np.stack([blocks * self.block_size, new_blocks * self.block_size, size], axis=1)
         return Grant((Copies(source, destination, ranges),))

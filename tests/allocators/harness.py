@@ -8,7 +8,7 @@ the block size, and says exactly which appends must copy, what may be refused an
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,16 +142,17 @@ class Harness:
                 assert grown == (reach == most), f"{num_rows} rows of {reach}: {grown}, admissible {most}"
                 self.free(list(self.rows))
 
-    def misuse(self, verb: str, *args: Any, **kwargs: Any) -> None:
-        """The call must raise AllocatorMisuse and change nothing."""
+    def misuse(self, calls: Iterable[tuple[str, tuple, dict]]) -> None:
+        """Each call (verb, args, kwargs) must raise AllocatorMisuse and change nothing."""
         self.sound = False
         before = state_of(self.allocator)
-        try:
-            result = getattr(self.allocator, verb)(*args, **kwargs)
-        except AllocatorMisuse:
-            assert state_of(self.allocator) == before, f"a misused {verb} changed the allocator"
-        else:
-            raise AssertionError(f"misuse {verb}{args} returned {result}")
+        for verb, args, kwargs in calls:
+            try:
+                result = getattr(self.allocator, verb)(*args, **kwargs)
+            except AllocatorMisuse:
+                assert state_of(self.allocator) == before, f"a misused {verb}{args} changed the allocator"
+            else:
+                raise AssertionError(f"misuse {verb}{args} returned {result}")
 
     def check(self) -> None:
         """Every law that holds between verbs."""

@@ -12,7 +12,7 @@ from tests.allocators.cases import POOLS
 from tests.allocators.harness import Harness
 
 SETTINGS = settings(
-    max_examples=12,
+    max_examples=10,
     stateful_step_count=40,
     deadline=None,
     database=None,
@@ -89,8 +89,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule()
     def misuse(self):
-        for verb, args, kwargs in misuses(self.harness):
-            self.harness.misuse(verb, *args, **kwargs)
+        self.harness.misuse(misuses(self.harness))
 
     @invariant()
     def laws_hold(self):

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from allocators.paged_swap import PagedSwapAllocator
-from tests.allocators.cases import NAMES, maker
+from kvbench.allocator import Capability, Grant
+from tests.allocators.cases import NAMES, POOLS, maker
 from tests.allocators.machine import SETTINGS, machine
 
 
@@ -20,6 +21,19 @@ def test_laws_hold_for_other_block_sizes(block_size):
         return PagedSwapAllocator(pool, block_size=block_size, watermark=0.1)
 
     run_state_machine_as_test(machine(make), settings=SETTINGS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verbs_on_no_rows_do_nothing(name):
+    allocator = maker(name)(POOLS[0])
+    before = allocator.usage()
+    verbs = [lambda: allocator.append([]), lambda: allocator.fork([], [])]
+    if Capability.SWAP in allocator.supports:
+        verbs += [lambda: allocator.swap_out([]), lambda: allocator.swap_in([])]
+    assert all(verb() == Grant() for verb in verbs)
+    allocator.free([])
+    assert allocator.slots([], []).shape == (0,)
+    assert allocator.usage() == before
 
 
 @pytest.mark.slow
