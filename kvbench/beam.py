@@ -49,12 +49,14 @@ class BeamSearch:
         """Candidates each running beam must offer, so that ``width`` unfinished ones remain."""
         return max(2, 1 + len(self.eos)) * self.width
 
-    def advance(self, log_probs: FloatArray, token_ids: IntArray, generated: IntArray) -> tuple[IntArray, IntArray]:
+    def advance(
+        self, log_probs: FloatArray, token_ids: IntArray, generated: NDArray[np.signedinteger]
+    ) -> tuple[IntArray, IntArray]:
         """Choose the beams of the next step.
 
         log_probs: float32 ``[beams, k]`` best log probabilities of every running beam, descending.
         token_ids: int64 ``[beams, k]`` their tokens.
-        generated: int32 ``[beams, num_new]`` tokens the beams have generated so far.
+        generated: ``[beams, num_new]`` tokens the beams have generated so far.
         Returns ``(parents, tokens)``, int64 ``[width]`` each: new beam ``i`` continues beam
         ``parents[i]`` with ``tokens[i]``. Meaningless once ``done``.
         """
@@ -65,14 +67,14 @@ class BeamSearch:
         at_limit = self.num_new == self.max_new_tokens
         finished = np.ones(len(best), bool) if at_limit else np.isin(tokens, self.eos)
         top = np.flatnonzero(finished[: self.width])
-        self._finish(totals, [(generated[parents[i]], tokens[i], totals[i]) for i in top])
+        self._finish([(generated[parents[i]], tokens[i], totals[i]) for i in top])
         going = np.flatnonzero(~finished)[: self.width]
         if len(going) == self.width:
             self.scores = totals[going]
         self.done = at_limit or self._nothing_to_gain()
         return parents[going], tokens[going]
 
-    def _finish(self, totals: FloatArray, beams: list[tuple[IntArray, int, np.float32]]) -> None:
+    def _finish(self, beams: list[tuple[NDArray[np.signedinteger], int, np.float32]]) -> None:
         if self.early_stopping is True and len(self.hypotheses) == self.width:
             return
         norm = np.float32(self.num_new**self.length_penalty)

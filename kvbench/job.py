@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from hydra.utils import get_class, instantiate
+from transformers import PreTrainedModel
 
 import kernels
 from kvbench import models, workload
@@ -99,7 +100,7 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     loaded = models.load(cfg.model, dtype)
     if cfg.max_model_len > loaded.max_tokens:
         raise ConfigError(f"max_model_len: {cfg.max_model_len} exceeds the {loaded.max_tokens} tokens of {loaded.name}")
-    model = loaded.model.to(device)
+    model: PreTrainedModel = loaded.model.to(device)  # type: ignore[arg-type]
     geometry = inspection.inspect(model)
     linear = _linear(cfg, device)
     if linear is Linear.packed:
@@ -165,7 +166,7 @@ def _pool(cfg: Config, device: torch.device, bytes_per_slot: int) -> Pool:
 
 
 def _allocator(cfg: Config, pool: Pool) -> Allocator:
-    kind = get_class(cfg.allocator.make["_target_"])
+    kind: type[Allocator] = get_class(cfg.allocator.make["_target_"])  # type: ignore[assignment]
     if Capability.SWAP not in kind.supports:
         pool = Pool(pool.num_slots, pool.max_rows, pool.max_tokens)
     try:

@@ -26,7 +26,7 @@ LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000
 def comparison(runs: list[Run], names: list[str], stem: Path) -> Path:
     """Write ``stem``.png and .pdf: where the pool's slots went, batch, sharing, speed. Returns the PNG's path."""
     figure = Figure(figsize=(11, 1.6 + 0.55 * len(runs) + 3.2), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1.2 + 0.45 * len(runs), 3.2])
+    top, bottom = np.asarray(figure.subfigures(2, 1, height_ratios=[1.2 + 0.45 * len(runs), 3.2]))
     waste, batch, speed = top.subplots(1, 3, width_ratios=[2.2, 1, 1], sharey=True)
     y = np.arange(len(runs))
     _stacked_parts(waste, runs, y)

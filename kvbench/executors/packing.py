@@ -21,9 +21,9 @@ def pack_linears(model: nn.Module) -> None:
     """
     for parent in list(model.modules()):
         for names in FUSED:
-            layers = [getattr(parent, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
-                _fuse(parent, names, layers)  # type: ignore[arg-type]
+            layers = [layer for name in names if type(layer := getattr(parent, name, None)) is nn.Linear]
+            if len(layers) == len(names) and len({layer.bias is None for layer in layers}) == 1:
+                _fuse(parent, names, layers)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
@@ -74,9 +74,8 @@ class _Other(nn.Module):
 
 
 def _fuse(parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear]) -> None:
-    weight = torch.cat([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers]
-    bias = None if biases[0] is None else torch.cat(biases)
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
     others = [_Other() for _ in names[1:]]
     first = _First(PackedLinear(weight, bias), [layer.out_features for layer in layers], others)
     for name, layer in zip(names, [first, *others], strict=True):
