@@ -145,6 +145,7 @@ class Attention:
                 "DIMS": arguments["DIMS"],
                 "SPLITS": triton.next_power_of_2(num_splits),
             },
+            num_warps=8,
         )
         return [decode, combine] if num_splits > 1 else [decode]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kernels
+from kernels import triton_attention
 from kernels.addressing import BaseSlots, BlockTables
 from kernels.triton_attention import Attention
 from kernels.triton_data import copy_launch, store_launch
@@ -127,8 +128,10 @@ def test_every_shape_compiles_within_budget(shape: Shape, capability: int) -> No
 
 
 @ARCHITECTURES
-def test_combine_does_not_spill(capability: int) -> None:
-    _, combine = _attention((half, 8, 2, 128, 16, 0, 0.0)).decode_launches()
+def test_combining_most_splits_does_not_spill(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "num_processors", lambda device: 132)
+    decode, combine = _attention((half, 8, 1, 256, 16, 0, 0.0)).decode_launches()
+    assert decode.grid[2] == triton_attention.MAX_SPLITS
     assert compile_cubin(combine, capability).num_spills == 0
 
 
