@@ -5,7 +5,7 @@ A step handles the query heads that share a KV head (a *group*) and one tile of 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import llvmlite.binding
 from llvmlite import ir
@@ -21,10 +21,6 @@ _LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
 _ACCUMULATORS = _LANES  # vectors kept live: half the registers of AVX-512 and AVX2
 
 
-def _literal(*arguments: types.Type) -> bool:
-    return all(isinstance(argument, types.IntegerLiteral) for argument in arguments)
-
-
 def _vectors(head_dim: int) -> tuple[int, int]:
     """Lanes of a vector, vectors of a row."""
     lanes = _LANES if head_dim % _LANES == 0 else 8
@@ -35,11 +31,11 @@ def _chunks(total: int, most: int) -> list[range]:
     return [range(start, min(start + most, total)) for start in range(0, total, most)]
 
 
-def _step(arguments: list[types.Type], literals: list[types.Type], emit: Callable):
+def _step(arguments: Sequence[types.Type], literals: Sequence[types.Type], emit: Callable):
     """Signature and code generator of a step without result; ``emit(v, *arguments, *literal values)``."""
-    if not _literal(*literals):
+    values = [literal.literal_value for literal in literals if isinstance(literal, types.IntegerLiteral)]
+    if len(values) < len(literals):
         return None
-    values = [literal.literal_value for literal in literals]
 
     def generate(context, builder, signature, llvm_arguments):
         emit(VectorBuilder(builder), *llvm_arguments[: len(arguments)], *values)
