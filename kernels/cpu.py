@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_vectors, cpu_work
+from kernels import cpu_attention, cpu_steps, cpu_vectors, cpu_work
 from kernels.addressing import BaseSlots, BlockTables
 from kernels.openmp import parallel
 
@@ -95,7 +95,8 @@ def _attention(
     num_query_heads = query.shape[1]
     if out.numel() == 0:
         return out
-    query = query.float().contiguous()
+    kind, group = _KINDS[key_cache.dtype], num_query_heads // num_kv_heads
+    query = _kernel_order(query, kind)
     result = out if out.dtype == torch.float32 else torch.empty_like(query)
     pieces = cpu_work.plan(query_starts, lengths.numpy(), window)
     num_partials = int(pieces[-1, cpu_work.PARTIAL] + pieces[-1, cpu_work.NUM_QUERIES])
@@ -121,12 +122,36 @@ def _attention(
     )
     address = ctypes.addressof(arguments)
     arguments.counter = address + cpu_work.Arguments.next_piece.offset
-    kind, group = _KINDS[key_cache.dtype], num_query_heads // num_kv_heads
     kernel = cpu_attention.kernel(head_dim, group, kind, int(softcap > 0))
     parallel(kernel.ctypes, address, torch.get_num_threads())
     if arguments.invalid:
         raise IndexError("a block table or base slot names slots outside the pool")
-    return out if result is out else out.copy_(result)
+    if result is not out:
+        _pairs(out, kind).copy_(_halves(result, kind))
+    return out
+
+
+def _kernel_order(query: Tensor, kind: int) -> Tensor:
+    """The query as the kernel reads it: float32, ordered as ``VectorBuilder.load_row`` orders rows."""
+    if kind != cpu_vectors.BFLOAT16:
+        return query.float().contiguous()
+    ordered = torch.empty(query.shape)
+    _halves(ordered, kind).copy_(_pairs(query, kind))
+    return ordered
+
+
+def _pairs(rows: Tensor, kind: int) -> Tensor:
+    """View of rows in memory order, ``[..., lanes, 2]`` for bfloat16."""
+    if kind != cpu_vectors.BFLOAT16:
+        return rows
+    return rows.unflatten(-1, (-1, cpu_steps.vector_lanes(rows.shape[-1], kind), 2))
+
+
+def _halves(rows: Tensor, kind: int) -> Tensor:
+    """The same view of rows in kernel order: the even elements of a vector pair, then the odd ones."""
+    if kind != cpu_vectors.BFLOAT16:
+        return rows
+    return rows.unflatten(-1, (-1, 2, cpu_steps.vector_lanes(rows.shape[-1], kind))).transpose(-1, -2)
 
 
 def _address_form(where: BlockTables | BaseSlots) -> tuple[Tensor, int, int]:
