@@ -5,6 +5,7 @@ in one process of their own, in which TRITON_INTERPRET is set. The interpreter m
 integers: attention in bfloat16 is left to the GPU tests; the code is that of float16.
 """
 
+import inspect
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
@@ -34,7 +35,13 @@ pytestmark = pytest.mark.skipif(
 
 
 def _interpreting() -> bool:
-    return kernels.load("triton") is not None and INTERPRETED
+    return INTERPRETED
+
+
+def _check_signatures() -> None:
+    for operation in ("store_kv", "decode_attention", "prefill_attention", "copy_slots", "transfer_slots"):
+        expected = inspect.signature(getattr(kernels.Kernels, operation))
+        assert inspect.signature(getattr(kernels.load("triton"), operation)) == expected
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +53,10 @@ def interpreted() -> Iterator[Run]:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             assert process.submit(_interpreting).result()
             yield lambda check, *args: process.submit(check, *args).result()
+
+
+def test_signatures_are_those_of_the_interface(interpreted: Run) -> None:
+    interpreted(_check_signatures)
 
 
 @pytest.mark.parametrize("case", checks.DECODE_CASES, ids=lambda case: case.name)
