@@ -125,7 +125,8 @@ class Attention:
             "partial_sums": self.query.new_empty((*shape, head_dim), dtype=torch.float32),
             "partial_stats": self.query.new_empty((*shape, 2), dtype=torch.float32),
         }
-        arguments = self._arguments(key_tile_bytes=16 * 1024, max_tile=128)
+        # A tile of 128 tiny rows would need more registers for addresses than for data.
+        arguments = self._arguments(key_tile_bytes=16 * 1024, max_tile=128 if head_dim > 32 else 64)
         rows = triton.next_power_of_2(self.group)
         decode = Launch(
             decode_kernel,
