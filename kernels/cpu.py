@@ -1,4 +1,9 @@
-"""CPU implementation."""
+"""CPU implementation: attention in LLVM vector IR through numba, data movement by torch.
+
+Decode reads every K and V row of a batch once: ``2 * num_tokens * num_kv_heads * head_dim`` elements,
+for ``4 * num_tokens * num_query_heads * head_dim`` floating-point operations (two per element in float32
+with a group of one). Its limit is the rate at which one core streams memory; LIMITS
+"""
 
 import ctypes
 import math
@@ -7,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_vectors, cpu_work
+from kernels import cpu_attention, cpu_steps, cpu_vectors, cpu_work
 from kernels.addressing import BaseSlots, BlockTables
 from kernels.openmp import parallel
 
-_LOG2_E = 1 / math.log(2)
 _KINDS = {
     torch.float32: cpu_vectors.FLOAT32,
     torch.bfloat16: cpu_vectors.BFLOAT16,
     torch.float16: cpu_vectors.FLOAT16,
 }
+_LOG2_E = 1 / math.log(2)
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -53,9 +58,21 @@ def prefill_attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    return _attention(
-        query, key_cache, value_cache, where, query_starts.numpy(), lengths, scale, window, softcap, out
-    )
+    _require(query_starts.dtype == torch.int32, "query_starts must be int32")
+    starts = query_starts.numpy()
+    return _attention(query, key_cache, value_cache, where, starts, lengths, scale, window, softcap, out)
+
+
+def copy_slots(kv: Tensor, ranges: Tensor) -> None:
+    transfer_slots(kv, kv, ranges)
+
+
+def transfer_slots(source_kv: Tensor, destination_kv: Tensor, ranges: Tensor) -> None:
+    for source, destination, count in ranges.tolist():
+        if source < 0 or destination < 0:
+            raise IndexError(f"slot range {source, destination, count} starts before the pool")
+        # narrow, unlike slicing, rejects a range that ends beyond the pool
+        destination_kv.narrow(2, destination, count).copy_(source_kv.narrow(2, source, count))
 
 
 def _attention(
@@ -70,19 +87,21 @@ def _attention(
     softcap: float,
     out: Tensor | None,
 ) -> Tensor:
+    """Decode is a prefill of one token per sequence; see ``Kernels.prefill_attention``."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    table, table_width, block_size = _address_form(where)
+    _check(query, key_cache, value_cache, table, query_starts, lengths, out)
     num_slots, num_kv_heads, head_dim = key_cache.shape
     num_query_heads = query.shape[1]
-    out = torch.empty_like(query) if out is None else out
-    result = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    query = query.float()
+    if out.numel() == 0:
+        return out
+    kind, group = _KINDS[key_cache.dtype], num_query_heads // num_kv_heads
+    query = _kernel_order(query, kind)
+    result = out if out.dtype == torch.float32 else torch.empty_like(query)
     pieces = cpu_work.plan(query_starts, lengths.numpy(), window)
     num_partials = int(pieces[-1, cpu_work.PARTIAL] + pieces[-1, cpu_work.NUM_QUERIES])
     partial = torch.empty(num_partials * num_query_heads * head_dim)
     state = torch.empty(num_partials * num_query_heads * 2)
-    if isinstance(where, BlockTables):
-        table, table_width, block_size = where.tables, where.tables.shape[1], where.block_size
-    else:
-        table, table_width, block_size = where.bases, 0, 0
     arguments = cpu_work.Arguments(
         query=query.data_ptr(),
         key=key_cache.data_ptr(),
@@ -103,18 +122,73 @@ def _attention(
     )
     address = ctypes.addressof(arguments)
     arguments.counter = address + cpu_work.Arguments.next_piece.offset
-    kind = _KINDS[key_cache.dtype]
-    kernel = cpu_attention.kernel(head_dim, num_query_heads // num_kv_heads, kind, int(softcap > 0))
+    kernel = cpu_attention.kernel(head_dim, group, kind, int(softcap > 0))
     parallel(kernel.ctypes, address, torch.get_num_threads())
     if arguments.invalid:
         raise IndexError("a block table or base slot names slots outside the pool")
-    return out if result is out else out.copy_(result)
+    if result is not out:
+        _pairs(out, kind).copy_(_halves(result, kind))
+    return out
 
 
-def copy_slots(kv: Tensor, ranges: Tensor) -> None:
-    transfer_slots(kv, kv, ranges)
+def _kernel_order(query: Tensor, kind: int) -> Tensor:
+    """The query as the kernel reads it: float32, ordered as ``VectorBuilder.load_row`` orders rows."""
+    if kind != cpu_vectors.BFLOAT16:
+        return query.float().contiguous()
+    ordered = torch.empty(query.shape)
+    _halves(ordered, kind).copy_(_pairs(query, kind))
+    return ordered
 
 
-def transfer_slots(source_kv: Tensor, destination_kv: Tensor, ranges: Tensor) -> None:
-    for source, destination, count in ranges.tolist():
-        destination_kv[:, :, destination : destination + count] = source_kv[:, :, source : source + count]
+def _pairs(rows: Tensor, kind: int) -> Tensor:
+    """View of rows in memory order, ``[..., lanes, 2]`` for bfloat16."""
+    if kind != cpu_vectors.BFLOAT16:
+        return rows
+    return rows.unflatten(-1, (-1, cpu_steps.vector_lanes(rows.shape[-1], kind), 2))
+
+
+def _halves(rows: Tensor, kind: int) -> Tensor:
+    """The same view of rows in kernel order: the even elements of a vector pair, then the odd ones."""
+    if kind != cpu_vectors.BFLOAT16:
+        return rows
+    return rows.unflatten(-1, (-1, 2, cpu_steps.vector_lanes(rows.shape[-1], kind))).transpose(-1, -2)
+
+
+def _address_form(where: BlockTables | BaseSlots) -> tuple[Tensor, int, int]:
+    """Table of addresses, its width, block size (0: contiguous)."""
+    if isinstance(where, BlockTables):
+        _require(where.block_size >= 1, "block_size must be at least 1")
+        _require(where.tables.dtype == torch.int32 and where.tables.dim() == 2, "tables must be int32 [n, m]")
+        return where.tables, where.tables.shape[1], where.block_size
+    _require(where.bases.dtype == torch.int64 and where.bases.dim() == 1, "bases must be int64 [n]")
+    return where.bases, 0, 0
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: Tensor,
+    query_starts: np.ndarray,
+    lengths: Tensor,
+    out: Tensor,
+) -> None:
+    """The kernel follows raw addresses: everything that it relies on is checked here or in the kernel."""
+    _require(key_cache.dtype in _KINDS, f"dtype {key_cache.dtype}: use float32, bfloat16 or float16")
+    _require(query.dtype == value_cache.dtype == out.dtype == key_cache.dtype, "tensors differ in dtype")
+    _require(key_cache.is_cpu and value_cache.is_cpu and query.is_cpu, "kernels 'cpu' need CPU tensors")
+    _require(key_cache.is_contiguous() and value_cache.is_contiguous(), "caches must be contiguous")
+    _require(table.is_contiguous() and out.is_contiguous(), "tables, bases and out must be contiguous")
+    _require(key_cache.shape == value_cache.shape and out.shape == query.shape, "shapes differ")
+    _, num_kv_heads, head_dim = key_cache.shape
+    _, num_query_heads, query_dim = query.shape
+    _require(query_dim == head_dim and head_dim % 8 == 0, f"head_dim {head_dim} must be a multiple of 8")
+    _require(num_query_heads % num_kv_heads == 0, "num_query_heads must be a multiple of num_kv_heads")
+    _require(lengths.dtype == torch.int32, "lengths must be int32")
+    _require(len(table) == len(lengths) == len(query_starts) - 1, "one row per sequence")
+    _require(query_starts[0] == 0 and query_starts[-1] == len(query), "query_starts must cover the query")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

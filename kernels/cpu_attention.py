@@ -1,3 +1,5 @@
+# mypy: disable-error-code="call-arg, var-annotated"
+# (numba's decorators change signatures in ways that its stubs do not tell)
 """The CPU attention kernel: the loops over pieces, tiles and heads, and the merge of pieces.
 
 A piece leaves unnormalised results, and whoever finishes the last piece of a query block merges them.
@@ -8,7 +10,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from numba import carray, cfunc, from_dtype, literally, njit, types
+from numba import carray, cfunc, from_dtype, njit, types
 
 from kernels import cpu_steps, cpu_vectors
 from kernels.cpu_steps import (
@@ -43,7 +45,7 @@ _TOUCHED_ROWS = 2  # one row in so many of the next tile is asked for early
 
 _ENTRY = types.void(types.CPointer(from_dtype(np.dtype(Arguments))))
 _MODULES = (cpu_steps, cpu_vectors)
-_SOURCES = zlib.crc32(b"".join(Path(module.__file__).read_bytes() for module in _MODULES))
+_SOURCES = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in _MODULES))
 
 
 @functools.cache
@@ -51,7 +53,7 @@ def kernel(head_dim: int, group: int, kind: int, capped: int):
     """Attention for one head shape, kind of cache element, and use of the softcap: a numba cfunc."""
     sources = _SOURCES
 
-    @cfunc(_ENTRY, nopython=True, cache=True)
+    @cfunc(_ENTRY, cache=True)
     def attend(arguments):
         _ = sources  # a cell of this closure, thus in numba's cache key, which covers this file only
         work = carray(arguments, (1,))[0]
@@ -72,9 +74,11 @@ def kernel(head_dim: int, group: int, kind: int, capped: int):
     return attend
 
 
-@njit
+# Inlined, so that head_dim, group, kind and capped reach the steps as the constants they are.
+
+
+@njit(inline="always")
 def _attend_piece(work, piece, rows, scores, rescale, head_dim, group, kind, capped):
-    literally(head_dim), literally(group), literally(kind), literally(capped)
     stop = piece[STOP]
     row_bytes = work.num_kv_heads * head_dim * ITEM_BYTES[kind]
     here, ahead = rows[0], rows[1]
@@ -92,14 +96,13 @@ def _attend_piece(work, piece, rows, scores, rescale, head_dim, group, kind, cap
         here, ahead = ahead, here
 
 
-@njit
+@njit(inline="always")
 def _attend_tile(work, piece, tile, here, ahead, scores, rescale, head_dim, group, kind, capped):
     """Per KV head: scores of the head group, online softmax, weighted values.
 
     The rows of the next head, or of the next tile's first head, are prefetched meanwhile: far enough
     ahead for memory never to wait, near enough for the rows to be still in the first level of cache.
     """
-    literally(head_dim), literally(group), literally(kind), literally(capped)
     num_kv_heads, group_bytes = work.num_kv_heads, group * head_dim * 4
     queries = work.query + piece[QUERY] * num_kv_heads * group_bytes
     partials = work.partial + piece[PARTIAL] * num_kv_heads * group_bytes
@@ -120,23 +123,11 @@ def _attend_tile(work, piece, tile, here, ahead, scores, rescale, head_dim, grou
             if high <= low:
                 continue
             lane = j * num_kv_heads + head
-            query, output, state = (
-                queries + lane * group_bytes,
-                partials + lane * group_bytes,
-                states + lane * group * 8,
-            )
+            query, output = queries + lane * group_bytes, partials + lane * group_bytes
             for t in range(0, high, STEP):
-                score_step(
-                    query,
-                    key,
-                    rows + t * 8,
-                    next_key,
-                    next_rows + t * 8,
-                    scores_at + t * 4,
-                    head_dim,
-                    group,
-                    kind,
-                )
+                here_at, ahead_at, at = rows + t * 8, next_rows + t * 8, scores_at + t * 4
+                score_step(query, key, here_at, next_key, ahead_at, at, head_dim, group, kind)
+            state = states + lane * group * 8
             softmax_step(scores_at, low, high, work.scale, work.softcap, state, rescale_at, group, capped)
             value_step(
                 scores_at,

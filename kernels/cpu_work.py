@@ -52,6 +52,8 @@ def plan(query_starts, lengths, window):
         num_queries = query_starts[i + 1] - query_starts[i]
         if num_queries < 0:
             raise ValueError("query_starts must not decrease")
+        if 0 < lengths[i] < num_queries:
+            raise ValueError("lengths must count the new tokens")
         most += num_queries // QUERY_BLOCK + lengths[i] // SPAN + 2
     pieces = np.empty((most, COLUMNS), np.int64)
     count = 0

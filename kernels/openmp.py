@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def _python_threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="kernels")
 
 
-def parallel(function: Callable[[int], None], address: int, num_threads: int) -> None:
+def parallel(function: Any, address: int, num_threads: int) -> None:
     """Call a ctypes function ``void (*)(void *)`` with ``address`` on ``num_threads`` threads at once.
 
     The function shares out its work itself. Without OpenMP in torch, threads of this process run it.

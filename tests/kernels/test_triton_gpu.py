@@ -48,14 +48,15 @@ def test_a_captured_decode_follows_lengths_and_tables() -> None:
     """Nothing about a batch but its shape is baked into a CUDA graph."""
     torch.manual_seed(0)
     query = torch.randn(2, 8, 64, device="cuda", dtype=torch.float16)
-    caches = torch.randn(2, 1024, 2, 64, device="cuda", dtype=torch.float16)
+    key_cache, value_cache = torch.randn(2, 1024, 2, 64, device="cuda", dtype=torch.float16)
     tables = torch.zeros(2, 32, dtype=torch.int32, device="cuda")
     lengths = torch.ones(2, dtype=torch.int32, device="cuda")
     out = torch.empty_like(query)
 
     def decode() -> torch.Tensor:
-        where = BlockTables(tables, 16)
-        return triton_attention.decode_attention(query, *caches, where, lengths, scale=0.125, out=out)
+        return triton_attention.decode_attention(
+            query, key_cache, value_cache, BlockTables(tables, 16), lengths, scale=0.125, out=out
+        )
 
     decode()  # compile before the capture
     graph = torch.cuda.CUDAGraph()

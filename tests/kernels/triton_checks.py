@@ -4,6 +4,7 @@ Checks take plain cases and raise AssertionError, so that they can run in anothe
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ class AttentionCase:
     block_size: int = 16
     window: int = 0
     softcap: float = 0.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap}
 
     @property
     def name(self) -> str:
@@ -77,10 +82,13 @@ def check_decode(case: AttentionCase, device: str = "cpu") -> None:
     key_cache, value_cache, where = _poisoned_pool(case)
     query = _packed_heads(len(case.lengths), case)[0]
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
-    expected = reference.decode_attention(query.double(), key_cache, value_cache, where, lengths, **options)
-    inputs = (x.to(device) for x in (query, key_cache, value_cache))
-    out = triton_attention.decode_attention(*inputs, _to(where, device), lengths.to(device), **options)
+    expected = reference.decode_attention(
+        query.double(), key_cache, value_cache, where, lengths, **case.options
+    )
+    query, key_cache, value_cache = (x.to(device) for x in (query, key_cache, value_cache))
+    out = triton_attention.decode_attention(
+        query, key_cache, value_cache, _to(where, device), lengths.to(device), **case.options
+    )
     _assert_close(out, expected, case)
 
 
@@ -90,11 +98,13 @@ def check_prefill(case: AttentionCase, device: str = "cpu") -> None:
     query = _packed_heads(sum(case.new), case)[0]
     starts = torch.tensor((0, *case.new)).cumsum(0).int()
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
-    expected = reference.prefill_attention(query.double(), key_cache, value_cache, where, starts, lengths, **options)
-    inputs = (x.to(device) for x in (query, key_cache, value_cache))
+    expected = reference.prefill_attention(
+        query.double(), key_cache, value_cache, where, starts, lengths, **case.options
+    )
+    query, key_cache, value_cache = (x.to(device) for x in (query, key_cache, value_cache))
+    starts, lengths = starts.to(device), lengths.to(device)
     out = triton_attention.prefill_attention(
-        *inputs, _to(where, device), starts.to(device), lengths.to(device), **options
+        query, key_cache, value_cache, _to(where, device), starts, lengths, **case.options
     )
     _assert_close(out, expected, case)
 
@@ -104,13 +114,12 @@ def check_store(case: AttentionCase, device: str = "cpu") -> None:
     num_tokens = sum(case.lengths)
     _, key, value = _packed_heads(num_tokens, case)
     shape = (2 * num_tokens, case.heads[1], case.head_dim)
-    expected = [torch.randn(shape).to(case.dtype) for _ in range(2)]
-    actual = [x.to(device, copy=True) for x in expected]
+    expected = torch.randn(2, *shape).to(case.dtype)
+    actual = expected.to(device, copy=True)
     slots = torch.randperm(shape[0])[:num_tokens]
-    reference.store_kv(key, value, *expected, slots)
-    triton_data.store_kv(key.to(device), value.to(device), *actual, slots.to(device))
-    for x, y in zip(actual, expected, strict=True):
-        assert torch.equal(x.cpu(), y), case
+    reference.store_kv(key, value, expected[0], expected[1], slots)
+    triton_data.store_kv(key.to(device), value.to(device), actual[0], actual[1], slots.to(device))
+    assert torch.equal(actual.cpu(), expected), case
 
 
 def check_copy(ranges: list[tuple[int, int, int]], dtype: torch.dtype, device: str = "cpu") -> None:
