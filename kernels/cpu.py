@@ -7,7 +7,7 @@ Decode
     Measured (2.5 GHz AVX-512 core, cold KV, batch 32, context 2048, 9/3 heads x 64, block 16, one thread):
     float32 11.0 ms contiguous, 12.9 ms in shuffled blocks, where a plain sum of the bytes takes 9.4 ms;
     bfloat16 6.2 and 7.4 ms, sum 4.7 ms. With the KV in the first level of cache: 3.6 and 4.2 ms, so the
-    rest is memory. torch's SDPA on contiguous KV takes 1.4 (float32) and 2.5 times as long, gathering
+    rest is memory. torch's SDPA on contiguous KV takes about 1.5 (float32) and 2.5 times as long, gathering
     first several times. Without prefetches the kernel takes 1.35 times as long. Shuffled blocks cost what
     hardware prefetchers lose where a block ends; block 64 and larger show no difference.
 
@@ -138,7 +138,7 @@ def _attention(
     arguments.counter = address + cpu_work.Arguments.next_piece.offset
     kind, group = _KINDS[key_cache.dtype], num_query_heads // num_kv_heads
     kernel = cpu_attention.kernel(head_dim, group, kind, int(softcap > 0))
-    parallel(kernel.ctypes, address, torch.get_num_threads())
+    parallel(kernel.ctypes, address, min(torch.get_num_threads(), len(pieces)))
     if arguments.invalid:
         raise IndexError("a block table or base slot names slots outside the pool")
     return out if result is out else out.copy_(result)
