@@ -1,8 +1,23 @@
 """CPU implementation: attention in LLVM vector IR through numba, data movement by torch.
 
-Decode reads every K and V row of a batch once: ``2 * num_tokens * num_kv_heads * head_dim`` elements,
-for ``4 * num_tokens * num_query_heads * head_dim`` floating-point operations (two per element in float32
-with a group of one). Its limit is the rate at which one core streams memory; LIMITS
+Decode
+    Bytes: every K and V row of the batch once, ``2 * tokens * num_kv_heads * head_dim * item_bytes``.
+    Operations: ``4 * tokens * num_query_heads * head_dim``, that is ``group / 2`` per byte of float32.
+    Limit: the rate at which a core streams memory, up to groups of about 16 (float32), 8 (bfloat16).
+    Measured (2.5 GHz AVX-512 core, cold KV, batch 32, context 2048, 9/3 heads x 64, block 16, one thread):
+    float32 11.0 ms contiguous, 12.9 ms in shuffled blocks, where a plain sum of the bytes takes 9.4 ms;
+    bfloat16 6.2 and 7.4 ms, sum 4.7 ms. With the KV in the first level of cache: 3.6 and 4.2 ms, so the
+    rest is memory. torch's SDPA on contiguous KV takes about 1.5 (float32) and 2.5 times as long, gathering
+    first several times. Without prefetches the kernel takes 1.35 times as long. Shuffled blocks cost what
+    hardware prefetchers lose where a block ends; block 64 and larger show no difference.
+
+Prefill
+    The same kernel, up to 16 queries per visit of a tile, so K and V come from the nearer caches: limited
+    by arithmetic. Against gathering and SDPA per sequence: 3 to 7 times as fast for prompts up to 200
+    tokens and for short tails over long contexts, equal at 512, 1.5 times as long at 2048.
+
+One call costs about 30 us beside this. A kernel compiles in about 2 s for each (head_dim, group, dtype,
+softcap or not) and is kept on disk by numba.
 """
 
 import ctypes
@@ -123,7 +138,7 @@ def _attention(
     address = ctypes.addressof(arguments)
     arguments.counter = address + cpu_work.Arguments.next_piece.offset
     kernel = cpu_attention.kernel(head_dim, group, kind, int(softcap > 0))
-    parallel(kernel.ctypes, address, torch.get_num_threads())
+    parallel(kernel.ctypes, address, min(torch.get_num_threads(), len(pieces)))
     if arguments.invalid:
         raise IndexError("a block table or base slot names slots outside the pool")
     if result is not out:

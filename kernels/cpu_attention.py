@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numba import carray, cfunc, from_dtype, njit, types
 
-from kernels import cpu_steps, cpu_vectors
+from kernels import cpu_steps, cpu_vectors, cpu_work
 from kernels.cpu_steps import (
     STEP,
     TILE,
@@ -44,7 +44,7 @@ from kernels.cpu_work import (
 _TOUCHED_ROWS = 2  # one row in so many of the next tile is asked for early
 
 _ENTRY = types.void(types.CPointer(from_dtype(np.dtype(Arguments))))
-_MODULES = (cpu_steps, cpu_vectors)
+_MODULES = (cpu_steps, cpu_vectors, cpu_work)
 _SOURCES = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in _MODULES))
 
 

@@ -78,7 +78,7 @@ def _emit_scores(v, query, key, rows, next_key, next_rows, scores, head_dim, gro
 def softmax_step(typing, scores, low, high, scale, softcap, state, rescale, group, capped):
     """Turn a tile's scores into weights and fold them into the running softmax.
 
-    scores: float32 ``[group, TILE]``, in and out; tokens outside ``low <= t < high`` get weight 0.
+    scores: float32 ``[group, TILE]``, in and out; tokens outside ``low <= t < high`` do not count.
     They are multiplied by ``scale``, with ``capped`` then become ``softcap * tanh(score)``, and count as
     exponents of 2. state: float32 ``[2, group]``, running maximum and sum.
     rescale: float32 ``[group]``, out: the factor that older weights now need.
@@ -105,7 +105,6 @@ def _emit_softmax(v, scores, low, high, scale, softcap, state, rescale, group, c
         exponents = [builder.select(inside, s, v.constant(-math.inf, TILE)) for s in exponents]
         new = [v.maximum(v.reduce(v.maximum, s), m) for s, m in zip(exponents, old, strict=True)]
         weights = [v.exp2(builder.fsub(s, v.splat(m, TILE))) for s, m in zip(exponents, new, strict=True)]
-        weights = [builder.select(inside, w, v.constant(0.0, TILE)) for w in weights]
         factors = [v.first(v.exp2(v.splat(builder.fsub(a, b), 4))) for a, b in zip(old, new, strict=True)]
         for g, m, w, factor in zip(heads, new, weights, factors, strict=True):
             v.store(w, v.offset(scores, g * TILE * 4))

@@ -5,8 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import kernels
-from kernels import cpu, openmp
+from kernels import BaseSlots, BlockTables, cpu, openmp
 from tests.kernels.cases import Shape, decode, make, prefill, relative_error
 
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -107,7 +106,7 @@ def test_results_do_not_depend_on_the_batch_or_on_threads():
             problem.query[i : i + 1],
             key_cache,
             value_cache,
-            kernels.BlockTables(problem.tables.tables[i : i + 1], problem.tables.block_size),
+            BlockTables(problem.tables.tables[i : i + 1], problem.tables.block_size),
             problem.lengths[i : i + 1],
             scale=64**-0.5,
         )
@@ -139,12 +138,11 @@ def test_addresses_outside_the_pool_are_refused(layout):
     problem = make(Shape(lengths=(40, 20), new_tokens=(1, 1)))
     key_cache, value_cache, _ = problem.layout(layout)
     for bad in (-1, len(key_cache)):
-        table = problem.tables.tables.clone()
-        table[0, 1] = bad
-        wrong = {
-            "paged": kernels.BlockTables(table, problem.tables.block_size),
-            "contiguous": kernels.BaseSlots(torch.tensor([bad, 0])),
-        }[layout]
+        wrong: BlockTables | BaseSlots = BaseSlots(torch.tensor([bad, 0]))
+        if layout == "paged":
+            table = problem.tables.tables.clone()
+            table[0, 1] = bad
+            wrong = BlockTables(table, problem.tables.block_size)
         with pytest.raises(IndexError, match="outside the pool"):
             cpu.decode_attention(problem.query, key_cache, value_cache, wrong, problem.lengths, scale=1.0)
 
@@ -165,9 +163,9 @@ def test_a_context_longer_than_its_table_is_refused():
         ({"query": torch.zeros(2, 6, 64, dtype=torch.float64)}, "differ in dtype"),
         ({"query": torch.zeros(2, 5, 64)}, "multiple of num_kv_heads"),
         ({"query": torch.zeros(2, 6, 72)}, "head_dim"),
-        ({"where": kernels.BlockTables(torch.zeros(2, 3), 16)}, "tables must be int32"),
-        ({"where": kernels.BlockTables(torch.zeros(2, 3, dtype=torch.int32), 0)}, "block_size"),
-        ({"where": kernels.BaseSlots(torch.zeros(2, dtype=torch.int32))}, "bases must be int64"),
+        ({"where": BlockTables(torch.zeros(2, 3), 16)}, "tables must be int32"),
+        ({"where": BlockTables(torch.zeros(2, 3, dtype=torch.int32), 0)}, "block_size"),
+        ({"where": BaseSlots(torch.zeros(2, dtype=torch.int32))}, "bases must be int64"),
         ({"key_cache": torch.zeros(96, 64, 2).transpose(1, 2)}, "contiguous"),
     ],
 )
