@@ -32,9 +32,10 @@ def comparison(runs: list[Run], names: list[str], stem: Path) -> Path:
     _stacked_parts(waste, runs, y)
     waste.set_yticks(y, names)
     waste.invert_yaxis()
-    _bars(batch, y, [run.metric("mean_batch") for run in runs], "requests running (mean; line: peak)")
-    batch.scatter([run.metric("peak_batch") for run in runs], y, marker="|", s=160, color="black", zorder=3)
-    _bars(speed, y, [run.metric("output_tokens_per_s") for run in runs], "output tokens/s")
+    peaks = [run.metric("peak_batch") for run in runs]
+    _bars(batch, y, [run.metric("mean_batch") for run in runs], "requests running\n(bar: mean, mark: peak)", peaks)
+    batch.scatter(peaks, y, marker="|", s=160, color="black", zorder=3)
+    _bars(speed, y, [run.metric("output_tokens_per_s") for run in runs], "output tokens/s", [0.0] * len(runs))
     _over_time(bottom.subplots(), runs, names)
     figure.savefig(stem.with_suffix(".pdf"))
     figure.savefig(stem.with_suffix(".png"), dpi=150)
@@ -54,12 +55,15 @@ def _stacked_parts(axes: Axes, runs: list[Run], y: np.ndarray) -> None:
     axes.legend(ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
-def _bars(axes: Axes, y: np.ndarray, values: list[float | None], label: str) -> None:
+def _bars(axes: Axes, y: np.ndarray, values: list[float | None], label: str, ends: list[float | None]) -> None:
+    """Bars labelled with their values, clear of the marks at ``ends``."""
     numbers = [value or 0.0 for value in values]
-    bars = axes.barh(y, numbers, color=LINES[0], height=0.6)
-    axes.bar_label(bars, [f"{value:.1f}" for value in numbers], padding=6, fontsize=8)
+    axes.barh(y, numbers, color=LINES[0], height=0.6)
+    for i, value in enumerate(numbers):
+        end = max(value, ends[i] or 0.0)
+        axes.annotate(f"{value:.1f}", (end, y[i]), (6, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_xlabel(label, fontsize=9)
-    axes.margins(x=0.25)
+    axes.margins(x=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -77,6 +81,6 @@ def _over_time(axes: Axes, runs: list[Run], names: list[str]) -> None:
             ls=style,
             lw=1.2,
         )
-    axes.set(xlabel="time since start, s", ylabel="slots holding tokens, % of pool", ylim=(0, 105))
-    axes.legend(fontsize=8, ncols=min(3, len(runs)), frameon=False, loc="upper right")
+    axes.set(xlabel="time since start, s", ylabel="slots holding tokens\n% of pool", ylim=(0, 100))
+    axes.legend(fontsize=8, ncols=min(6, len(runs)), frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     axes.spines[["top", "right"]].set_visible(False)

@@ -48,7 +48,8 @@ def compare(runs: list[Run], directory: Path) -> None:
     if not console.is_terminal:
         console = Console(width=200)
     console.print(_table(runs, names))
-    console.print(_same_tokens(runs))
+    if len(runs) > 1:
+        console.print(_same_tokens(runs))
     frame(runs, names).to_csv(directory / "comparison.csv", index=False)
     picture = plots.comparison(runs, names, directory / "comparison")
     console.print(f"picture: {picture}", soft_wrap=True)

@@ -35,7 +35,5 @@ def test_transformers_imports_beside_it():
         "LlamaForCausalLM(config)\n"
         "assert hasattr(kernels, 'IMPLEMENTATIONS')\n"
     )
-    outcome = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert outcome.returncode == 0, outcome.stderr

@@ -11,9 +11,7 @@ SHAPE = Shape(lengths=(1, 37, 64, 130), new_tokens=(1, 5, 64, 1), block_size=16)
 
 def torch_attention(problem: Problem, window: int = 0) -> torch.Tensor:
     outputs = []
-    for i, (length, num_queries) in enumerate(
-        zip(problem.shape.lengths, problem.shape.new_tokens, strict=True)
-    ):
+    for i, (length, num_queries) in enumerate(zip(problem.shape.lengths, problem.shape.new_tokens, strict=True)):
         slots = problem.bases.slots(i, length)
         key, value = (cache[slots].transpose(0, 1) for cache in problem.contiguous_kv)
         start = int(problem.query_starts[i])

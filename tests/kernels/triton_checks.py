@@ -82,9 +82,7 @@ def check_decode(case: AttentionCase, device: str = "cpu") -> None:
     key_cache, value_cache, where = _poisoned_pool(case)
     query = _packed_heads(len(case.lengths), case)[0]
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    expected = reference.decode_attention(
-        query.double(), key_cache, value_cache, where, lengths, **case.options
-    )
+    expected = reference.decode_attention(query.double(), key_cache, value_cache, where, lengths, **case.options)
     query, key_cache, value_cache = (x.to(device) for x in (query, key_cache, value_cache))
     out = triton_attention.decode_attention(
         query, key_cache, value_cache, _to(where, device), lengths.to(device), **case.options
