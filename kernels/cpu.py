@@ -8,8 +8,9 @@ Decode
     float32 11.0 ms contiguous, 12.9 ms in shuffled blocks, where a plain sum of the bytes takes 9.4 ms;
     bfloat16 6.2 and 7.4 ms, sum 4.7 ms. With the KV in the first level of cache: 3.6 and 4.2 ms, so the
     rest is memory. torch's SDPA on contiguous KV takes about 1.5 (float32) and 2.5 times as long, gathering
-    first several times. Without prefetches the kernel takes 1.35 times as long. Shuffled blocks cost what
-    hardware prefetchers lose where a block ends; block 64 and larger show no difference.
+    first several times. Without prefetches the kernel takes 1.35 times as long. Blocks in order cost what
+    contiguous KV costs; shuffled ones 1.8 (block 1), 1.17 (8), 1.12 to 1.17 (16), 1.03 (64), 1.01 (256)
+    times that, since hardware prefetchers stop where a block ends.
 
 Prefill
     The same kernel, up to 16 queries per visit of a tile, so K and V come from the nearer caches: limited
