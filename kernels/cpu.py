@@ -3,21 +3,22 @@
 Decode
     Bytes: every K and V row of the batch once, ``2 * tokens * num_kv_heads * head_dim * item_bytes``.
     Operations: ``4 * tokens * num_query_heads * head_dim``, that is ``group / 2`` per byte of float32.
-    Limit: the rate at which a core streams memory, up to groups of about 16 (float32), 8 (bfloat16).
-    Measured (2.5 GHz AVX-512 core, cold KV, batch 32, context 2048, 9/3 heads x 64, block 16, one thread):
-    float32 11.0 ms contiguous, 12.9 ms in shuffled blocks, where a plain sum of the bytes takes 9.4 ms;
-    bfloat16 6.2 and 7.4 ms, sum 4.7 ms. With the KV in the first level of cache: 3.6 and 4.2 ms, so the
-    rest is memory. torch's SDPA on contiguous KV takes about 1.5 (float32) and 2.5 times as long, gathering
-    first several times. Without prefetches the kernel takes 1.35 times as long. Shuffled blocks cost what
-    hardware prefetchers lose where a block ends; block 64 and larger show no difference.
+    Limit: the rate at which a core streams memory, while groups are small.
+    Measured on one 2.5 GHz AVX-512 core of a shared machine, medians, cold KV, batch 32, context 2048,
+    9/3 heads x 64, block 16, one thread. float32: 11.0 ms contiguous, 12.9 ms in shuffled blocks, where a
+    plain sum of the bytes takes 9.4 ms. bfloat16: 6.2 and 7.4 ms, sum 4.7 ms. A prototype with the KV in
+    the first level of cache took 3.6 and 4.2 ms. torch's SDPA on contiguous KV takes about 1.5 (float32)
+    and 2 to 3 times as long (bfloat16). Without prefetches float32 takes 1.35 times as long.
+    Shuffled blocks against contiguous, float32: 1.8 (block 1), 1.17 (8), 1.06 to 1.17 (16), 1.03 (64),
+    1.01 (256); blocks in order: within 2 %.
 
 Prefill
     The same kernel, up to 16 queries per visit of a tile, so K and V come from the nearer caches: limited
-    by arithmetic. Against gathering and SDPA per sequence: 3 to 7 times as fast for prompts up to 200
-    tokens and for short tails over long contexts, equal at 512, 1.5 times as long at 2048.
+    by arithmetic. Against gathering and SDPA per sequence: 5 times as fast or more for 2 to 4 tokens over
+    contexts of 200 and 2000; for prompts of 160 tokens 2.9 (float32) and 1.6 times as fast (bfloat16);
+    1.5 times as long for a prompt of 2048.
 
-One call costs about 30 us beside this. A kernel compiles in about 2 s for each (head_dim, group, dtype,
-softcap or not) and is kept on disk by numba.
+A kernel compiles in 1 to 3 s for each (head_dim, group, dtype, softcap or not); numba keeps it on disk.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_steps, cpu_vectors, cpu_work
+from kernels import cpu_attention, cpu_vectors, cpu_work
 from kernels.addressing import BaseSlots, BlockTables
 from kernels.openmp import parallel
 
@@ -110,8 +111,7 @@ def _attention(
     num_query_heads = query.shape[1]
     if out.numel() == 0:
         return out
-    kind, group = _KINDS[key_cache.dtype], num_query_heads // num_kv_heads
-    query = _kernel_order(query, kind)
+    query = query.float().contiguous()
     result = out if out.dtype == torch.float32 else torch.empty_like(query)
     pieces = cpu_work.plan(query_starts, lengths.numpy(), window)
     num_partials = int(pieces[-1, cpu_work.PARTIAL] + pieces[-1, cpu_work.NUM_QUERIES])
@@ -137,36 +137,12 @@ def _attention(
     )
     address = ctypes.addressof(arguments)
     arguments.counter = address + cpu_work.Arguments.next_piece.offset
+    kind, group = _KINDS[key_cache.dtype], num_query_heads // num_kv_heads
     kernel = cpu_attention.kernel(head_dim, group, kind, int(softcap > 0))
     parallel(kernel.ctypes, address, min(torch.get_num_threads(), len(pieces)))
     if arguments.invalid:
         raise IndexError("a block table or base slot names slots outside the pool")
-    if result is not out:
-        _pairs(out, kind).copy_(_halves(result, kind))
-    return out
-
-
-def _kernel_order(query: Tensor, kind: int) -> Tensor:
-    """The query as the kernel reads it: float32, ordered as ``VectorBuilder.load_row`` orders rows."""
-    if kind != cpu_vectors.BFLOAT16:
-        return query.float().contiguous()
-    ordered = torch.empty(query.shape)
-    _halves(ordered, kind).copy_(_pairs(query, kind))
-    return ordered
-
-
-def _pairs(rows: Tensor, kind: int) -> Tensor:
-    """View of rows in memory order, ``[..., lanes, 2]`` for bfloat16."""
-    if kind != cpu_vectors.BFLOAT16:
-        return rows
-    return rows.unflatten(-1, (-1, cpu_steps.vector_lanes(rows.shape[-1], kind), 2))
-
-
-def _halves(rows: Tensor, kind: int) -> Tensor:
-    """The same view of rows in kernel order: the even elements of a vector pair, then the odd ones."""
-    if kind != cpu_vectors.BFLOAT16:
-        return rows
-    return rows.unflatten(-1, (-1, 2, cpu_steps.vector_lanes(rows.shape[-1], kind))).transpose(-1, -2)
+    return out if result is out else out.copy_(result)
 
 
 def _address_form(where: BlockTables | BaseSlots) -> tuple[Tensor, int, int]:

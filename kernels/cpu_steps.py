@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_vectors import BFLOAT16, CACHE_LINE_BYTES, I64, ITEM_BYTES, VectorBuilder
+from kernels.cpu_vectors import CACHE_LINE_BYTES, I64, ITEM_BYTES, VectorBuilder
 
 TILE = 16  # tokens per online-softmax step
 STEP = 4  # tokens per call of score_step
@@ -21,10 +21,10 @@ _LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
 _ACCUMULATORS = _LANES  # vectors kept live: half the registers of AVX-512 and AVX2
 
 
-def vector_lanes(head_dim: int, kind: int) -> int:
-    """Lanes of the vectors that make up a row; bfloat16 rows are pairs of vectors."""
-    vectors = 2 if kind == BFLOAT16 else 1
-    return next(lanes for lanes in (_LANES, 8, 4) if head_dim % (lanes * vectors) == 0)
+def _vectors(head_dim: int) -> tuple[int, int]:
+    """Lanes of a vector, vectors of a row."""
+    lanes = _LANES if head_dim % _LANES == 0 else 8
+    return lanes, head_dim // lanes
 
 
 def _chunks(total: int, most: int) -> list[range]:
@@ -55,8 +55,7 @@ def score_step(typing, query, key, rows, next_key, next_rows, scores, head_dim, 
 
 
 def _emit_scores(v, query, key, rows, next_key, next_rows, scores, head_dim, group, kind):
-    lanes = vector_lanes(head_dim, kind)
-    columns = range(head_dim // lanes)
+    lanes, num_vectors = _vectors(head_dim)
     tokens = range(STEP)
     keys = [v.builder.add(key, v.load_scalar(v.offset(rows, 8 * t), I64)) for t in tokens]
     for t in tokens:
@@ -64,12 +63,13 @@ def _emit_scores(v, query, key, rows, next_key, next_rows, scores, head_dim, gro
         v.prefetch(upcoming, head_dim * ITEM_BYTES[kind])
     for heads in _chunks(group, max(1, _ACCUMULATORS // STEP)):
         sums = {(g, t): v.constant(0.0, lanes) for g in heads for t in tokens}
-        k = [v.load_row(keys[t], kind, lanes, columns) for t in tokens]
-        for c in columns:
+        for column in range(num_vectors):
+            offset = column * lanes * ITEM_BYTES[kind]
+            k = [v.load_cached(v.offset(keys[t], offset), kind, lanes) for t in tokens]
             for g in heads:
-                q = v.load(v.offset(query, (g * head_dim + c * lanes) * 4), lanes)
+                q = v.load(v.offset(query, (g * head_dim + column * lanes) * 4), lanes)
                 for t in tokens:
-                    sums[g, t] = v.fma(q, k[t][c], sums[g, t])
+                    sums[g, t] = v.fma(q, k[t], sums[g, t])
         for g in heads:
             v.store(v.four_sums(*(sums[g, t] for t in tokens)), v.offset(scores, g * TILE * 4))
 
@@ -130,7 +130,7 @@ def _emit_values(
     v, weights, value, rows, next_value, next_rows, low, high, rescale, output, head_dim, group, kind
 ):
     builder = v.builder
-    lanes = vector_lanes(head_dim, kind)
+    lanes, num_vectors = _vectors(head_dim)
 
     def emit_block(heads: range, columns: range, prefetching: bool) -> None:
         # LLVM turns these stack slots into registers.
@@ -144,7 +144,8 @@ def _emit_values(
                 v.prefetch(upcoming, head_dim * ITEM_BYTES[kind])
             first_weight = v.element(weights, t, 4)
             w = {g: v.splat(v.load_scalar(v.offset(first_weight, g * TILE * 4)), lanes) for g in heads}
-            for c, x in zip(columns, v.load_row(row, kind, lanes, columns), strict=True):
+            for c in columns:
+                x = v.load_cached(v.offset(row, c * lanes * ITEM_BYTES[kind]), kind, lanes)
                 for g in heads:
                     builder.store(v.fma(w[g], x, builder.load(sums[g, c])), sums[g, c])
         for g in heads:
@@ -154,7 +155,7 @@ def _emit_values(
                 v.store(v.fma(v.load(address, lanes), factor, builder.load(sums[g, c])), address)
 
     for heads in _chunks(group, 4):
-        for columns in _chunks(head_dim // lanes, _ACCUMULATORS // len(heads) // 2 * 2):
+        for columns in _chunks(num_vectors, max(1, _ACCUMULATORS // len(heads))):
             emit_block(heads, columns, prefetching=heads.start == columns.start == 0)
 
 

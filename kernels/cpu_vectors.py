@@ -16,7 +16,7 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)  # kinds of cache element
 ITEM_BYTES = (4, 2, 2)
 CACHE_LINE_BYTES = 64
 
-I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _TANH_SERIES = (1, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925, 21844 / 6081075)
 _TANH_SERIES_LIMIT = 0.5  # where the next term is below float32's resolution
 
@@ -44,27 +44,17 @@ class VectorBuilder:
     def load_scalar(self, address: ir.Value, kind: ir.Type = F32) -> ir.Value:
         return self.builder.load(self._pointer(address, kind))
 
-    def load_row(self, row: ir.Value, kind: int, lanes: int, columns: range) -> list[ir.Value]:
-        """The vectors ``columns`` of a row of cache elements, as float32.
-
-        bfloat16 is loaded as pairs in 32-bit lanes, of which a shift and a mask make the even and the odd
-        elements: two instructions for two vectors. Columns ``2c`` and ``2c + 1`` are these two.
-        """
-        column_bytes = lanes * ITEM_BYTES[kind]
+    def load_cached(self, address: ir.Value, kind: int, lanes: int) -> ir.Value:
+        """``lanes`` cache elements of a kind, as float32."""
         if kind == FLOAT32:
-            return [self.load(self.offset(row, c * column_bytes), lanes) for c in columns]
+            return self.load(address, lanes)
         floats, integers = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         if kind == FLOAT16:
-            halves = ir.VectorType(ir.HalfType(), lanes)
-            addresses = [self._pointer(self.offset(row, c * column_bytes), halves) for c in columns]
-            return [self.builder.fpext(self.builder.load(address, align=2), floats) for address in addresses]
-        vectors = []
-        for c in columns[::2]:
-            pairs = self.builder.load(self._pointer(self.offset(row, c * column_bytes), integers), align=2)
-            even = self.builder.shl(pairs, integers([16] * lanes))
-            odd = self.builder.and_(pairs, integers([-(1 << 16)] * lanes))
-            vectors += [self.builder.bitcast(even, floats), self.builder.bitcast(odd, floats)]
-        return vectors
+            halves = self.builder.load(self._pointer(address, ir.VectorType(ir.HalfType(), lanes)), align=2)
+            return self.builder.fpext(halves, floats)
+        bits = self.builder.load(self._pointer(address, ir.VectorType(I16, lanes)), align=2)
+        bits = self.builder.shl(self.builder.zext(bits, integers), integers([16] * lanes))
+        return self.builder.bitcast(bits, floats)
 
     def prefetch(self, address: ir.Value, num_bytes: int, level: int = 1) -> None:
         """Ask for the cache lines of ``[address, address + num_bytes)`` into a level of cache."""
