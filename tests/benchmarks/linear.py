@@ -30,7 +30,7 @@ class Candidates:
     def __init__(self, dtype: torch.dtype) -> None:
         self.weights = [torch.randn(shape).mul_(0.02).to(dtype) for shape in SHAPES]
         self.onednn = [PackedLinear(weight, None) for weight in self.weights]
-        self.panels = [cpu_linear.pack(weight) for weight in self.weights]
+        self.panels = [cpu_linear.PackedWeight(weight) for weight in self.weights]
         self.inputs: dict[int, Tensor] = {}
 
     def at(self, num_rows: int) -> dict[str, Callable[[], object]]:
