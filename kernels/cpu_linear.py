@@ -155,9 +155,7 @@ def _multiply_panel(work, panel, ahead, edge, kind, out_kind):
         into, into_pitch = output, pitch
         if columns < PANEL:
             into, into_pitch = edge, PANEL * ITEM_BYTES[out_kind]
-        multiply_tile(
-            x, weight, bias, into, work.depth, into_pitch, rows, next_weight, tile, num_tiles, kind, out_kind
-        )
+        multiply_tile(x, weight, bias, into, work.depth, into_pitch, rows, next_weight, tile, num_tiles, kind, out_kind)
         if columns < PANEL:
             _copy_rows(edge, into_pitch, output, pitch, rows, columns * ITEM_BYTES[out_kind])
         row += rows

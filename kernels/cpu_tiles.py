@@ -22,9 +22,7 @@ _ROWS_PER_POINTER = 3  # base, base + pitch and base + 2 * pitch are addressing 
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tile(
-    typing, x, panel, bias, output, depth, pitch, num_rows, ahead, turn, num_turns, kind, out_kind
-):
+def multiply_tile(typing, x, panel, bias, output, depth, pitch, num_rows, ahead, turn, num_turns, kind, out_kind):
     """``output = x @ panel + bias``, each sum in order of depth whatever the number of rows.
 
     x: float32 ``[num_rows, depth]``. panel: ``[depth, PANEL]`` of ``kind``, for bfloat16 with columns ``c`` and

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels import cpu_linear
-from kvbench.executors.packing import PackedLinear
+from kvbench.executors.packing import OneDNNLinear
 
 NUM_LAYERS = 30
 LAYER_SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
@@ -29,7 +29,7 @@ class Candidates:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.weights = [torch.randn(shape).mul_(0.02).to(dtype) for shape in SHAPES]
-        self.onednn = [PackedLinear(weight, None) for weight in self.weights]
+        self.onednn = [OneDNNLinear(weight, None) for weight in self.weights]
         self.panels = [cpu_linear.PackedWeight(weight) for weight in self.weights]
         self.inputs: dict[int, Tensor] = {}
 
