@@ -115,7 +115,9 @@ def _emit_softmax(v, scores, low, high, scale, softcap, state, rescale, group, c
 
 
 @intrinsic(prefer_literal=True)
-def value_step(typing, weights, value, rows, next_value, next_rows, low, high, rescale, output, head_dim, group, kind):
+def value_step(
+    typing, weights, value, rows, next_value, next_rows, low, high, rescale, output, head_dim, group, kind
+):
     """``output = output * rescale + weights @ values`` over ``low <= t < high`` of a tile.
 
     weights: float32 ``[group, TILE]``. rows, next_rows: int64 ``[TILE]``, as in ``score_step``.
@@ -124,13 +126,17 @@ def value_step(typing, weights, value, rows, next_value, next_rows, low, high, r
     return _step([types.int64] * 9, [head_dim, group, kind], _emit_values)
 
 
-def _emit_values(v, weights, value, rows, next_value, next_rows, low, high, rescale, output, head_dim, group, kind):
+def _emit_values(
+    v, weights, value, rows, next_value, next_rows, low, high, rescale, output, head_dim, group, kind
+):
     builder = v.builder
     lanes, num_vectors = _vectors(head_dim)
 
     def emit_block(heads: range, columns: range, prefetching: bool) -> None:
         # LLVM turns these stack slots into registers.
-        sums = {(g, c): cgutils.alloca_once_value(builder, v.constant(0.0, lanes)) for g in heads for c in columns}
+        sums = {
+            (g, c): cgutils.alloca_once_value(builder, v.constant(0.0, lanes)) for g in heads for c in columns
+        }
         with cgutils.for_range_slice(builder, low, high, I64(1)) as (t, _):
             row = builder.add(value, v.load_scalar(v.element(rows, t, 8), I64))
             if prefetching:

@@ -75,7 +75,9 @@ class VectorBuilder:
         byte_pointer = ir.IntType(8).as_pointer()
         function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, I32, I32, I32])
         suffix = "p0" if llvmlite.binding.llvm_version_info[0] >= 15 else "p0i8"
-        function = cgutils.get_or_insert_function(self.builder.module, function_type, f"llvm.prefetch.{suffix}")
+        function = cgutils.get_or_insert_function(
+            self.builder.module, function_type, f"llvm.prefetch.{suffix}"
+        )
         read, locality, data = I32(0), I32(4 - level), I32(1)
         for start in range(0, num_bytes, CACHE_LINE_BYTES):
             line = self.builder.inttoptr(self.offset(address, start), byte_pointer)
@@ -124,7 +126,9 @@ class VectorBuilder:
         fraction = self.builder.fsub(x, whole)
         power = self._polynomial(fraction, [math.log(2) ** k / math.factorial(k) for k in range(8)])
         exponent = self.builder.shl(self.builder.fptosi(whole, integers), integers([23] * lanes))
-        return self.builder.bitcast(self.builder.add(self.builder.bitcast(power, integers), exponent), power.type)
+        return self.builder.bitcast(
+            self.builder.add(self.builder.bitcast(power, integers), exponent), power.type
+        )
 
     def tanh(self, x: ir.Value) -> ir.Value:
         """Relative error about 3e-7: a series near zero, exponentials elsewhere."""

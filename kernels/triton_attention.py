@@ -102,7 +102,9 @@ class Attention:
     softcap: float = 0.0
 
     def __post_init__(self) -> None:
-        contiguous = all(x.is_contiguous() for x in (self.key_cache, self.value_cache, self.lengths, self.out))
+        contiguous = all(
+            x.is_contiguous() for x in (self.key_cache, self.value_cache, self.lengths, self.out)
+        )
         if not (contiguous and self.query.stride(2) == 1):
             raise ValueError("key_cache, value_cache, lengths, out and each head of query must be contiguous")
         if isinstance(self.where, BlockTables) and self.where.tables.stride(1) != 1:
