@@ -186,6 +186,8 @@ def _pointer_to(element: types.Type):
     return pointer
 
 
+int16_pointer = _pointer_to(types.int16)
+int16_pointer = _pointer_to(types.int16)
 int32_pointer = _pointer_to(types.int32)
 int64_pointer = _pointer_to(types.int64)
 float32_pointer = _pointer_to(types.float32)

@@ -56,6 +56,20 @@ class VectorBuilder:
         bits = self.builder.shl(self.builder.zext(bits, integers), integers([16] * lanes))
         return self.builder.bitcast(bits, floats)
 
+    def store_rounded(self, vector: ir.Value, address: ir.Value, kind: int) -> None:
+        """Store float32 values as FLOAT32 or BFLOAT16: rounded to the nearest, ties to even."""
+        if kind == FLOAT32:
+            return self.store(vector, address)
+        builder, lanes = self.builder, vector.type.count
+        integers = ir.VectorType(I32, lanes)
+        bits = builder.bitcast(vector, integers)
+        odd = builder.and_(builder.lshr(bits, integers([16] * lanes)), integers([1] * lanes))
+        rounded = builder.add(builder.add(bits, odd), integers([0x7FFF] * lanes))
+        is_nan = builder.fcmp_unordered("uno", vector, vector)
+        rounded = builder.select(is_nan, integers([0x7FC00000] * lanes), rounded)
+        halves = builder.trunc(builder.lshr(rounded, integers([16] * lanes)), ir.VectorType(I16, lanes))
+        builder.store(halves, self._pointer(address, halves.type), align=2)
+
     def prefetch(self, address: ir.Value, num_bytes: int, level: int = 1) -> None:
         """Ask for the cache lines of ``[address, address + num_bytes)`` into a level of cache."""
         byte_pointer = ir.IntType(8).as_pointer()

@@ -48,9 +48,10 @@ class DeviceKind(Enum):
 class Linear(Enum):
     """How the model's linear layers are computed."""
 
-    auto = "auto"  # packed on the CPU in float32 and bfloat16, else torch
-    torch = "torch"
-    packed = "packed"
+    auto = "auto"  # on the CPU packed or panels (see kvbench.job), elsewhere torch
+    torch = "torch"  # as loaded
+    packed = "packed"  # oneDNN, weights reordered once
+    panels = "panels"  # kernels.cpu_linear
 
 
 class Dtype(Enum):

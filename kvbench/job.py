@@ -16,7 +16,7 @@ from kvbench.config import Config, DeviceKind, Dtype, Linear, Oversized, Preempt
 from kvbench.engine import Engine
 from kvbench.errors import ConfigError
 from kvbench.executors import inspection
-from kvbench.executors.packing import pack_linears
+from kvbench.executors.packing import OneDNNLinear, PanelLinear, has_bfloat16, pack_linears
 from kvbench.executors.storage import KVStorage
 from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.group import Group, Status
@@ -103,8 +103,8 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     model: PreTrainedModel = loaded.model.to(device)  # type: ignore[arg-type]
     geometry = inspection.inspect(model)
     linear = _linear(cfg, device)
-    if linear is Linear.packed:
-        pack_linears(model)
+    if linear is not Linear.torch:
+        pack_linears(model, PanelLinear if linear is Linear.panels else OneDNNLinear)
     bytes_per_slot = geometry.bytes_per_slot(dtype)
     requests = workload.build(
         cfg.workload,
@@ -141,12 +141,21 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
 
 
 def _linear(cfg: Config, device: torch.device) -> Linear:
+    """How linear layers are computed. ``auto``: by what is fastest (``tests/benchmarks/linear.py``).
+
+    On the CPU that is oneDNN for bfloat16 where the processor multiplies it, our panels otherwise.
+    """
     can_pack = device.type == "cpu" and cfg.dtype is not Dtype.float16
-    if cfg.executor.linear is Linear.auto:
-        return Linear.packed if can_pack else Linear.torch
-    if cfg.executor.linear is Linear.packed and not can_pack:
-        raise ConfigError("executor.linear: packed needs device=cpu and dtype=float32 or bfloat16; use auto or torch")
-    return cfg.executor.linear
+    chosen = cfg.executor.linear
+    if chosen is Linear.auto:
+        if not can_pack:
+            return Linear.torch
+        return Linear.packed if cfg.dtype is Dtype.bfloat16 and has_bfloat16() else Linear.panels
+    if chosen is not Linear.torch and not can_pack:
+        raise ConfigError(
+            f"executor.linear: {chosen.value} needs device=cpu and dtype=float32 or bfloat16; use auto or torch"
+        )
+    return chosen
 
 
 def _pool(cfg: Config, device: torch.device, bytes_per_slot: int) -> Pool:

@@ -1,20 +1,24 @@
 """Linear layers made ready for CPU decoding: weights packed once, projections of one input fused.
 
 ``torch.nn.Linear`` hands oneDNN a plain weight, which it reorders into its blocked layout in every call:
-at decode batch sizes that costs more than the product. Here each weight is reordered once.
-
-bfloat16 on a processor without bfloat16 instructions is computed in float32 by upconverting weights
-once: the products are the same numbers, the sums are more exact, and the weights take twice the memory.
+at decode batch sizes that costs more than the product. Here each weight is packed once, for oneDNN
+(:class:`OneDNNLinear`) or for our own kernel (:class:`PanelLinear`).
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-PACK_BATCH = 16  # tokens per step that the blocked layout is chosen for; others work as well
+from kernels import cpu_linear
+
+PACK_BATCH = 16  # tokens per step that oneDNN's layout is chosen for; others work as well
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]  # from a weight and a bias
 
-def pack_linears(model: nn.Module) -> None:
+
+def pack_linears(model: nn.Module, make: MakeLinear) -> None:
     """Replace every linear layer of ``model`` in place. Inference only, float32 and bfloat16.
 
     Tied weights (an embedding used as the output layer) keep serving their other owner.
@@ -23,14 +27,30 @@ def pack_linears(model: nn.Module) -> None:
         for names in FUSED:
             layers = [layer for name in names if type(layer := getattr(parent, name, None)) is nn.Linear]
             if len(layers) == len(names) and len({layer.bias is None for layer in layers}) == 1:
-                _fuse(parent, names, layers)
+                _fuse(parent, names, layers, make)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                setattr(parent, name, make(child.weight, child.bias))
 
 
-class PackedLinear(nn.Module):
-    """``x @ weight.T + bias`` with a packed weight. x: ``[..., in_features]``, in the weight's dtype."""
+class PanelLinear(nn.Module):
+    """``x @ weight.T + bias`` by :mod:`kernels.cpu_linear`. x: ``[..., in_features]``, float32 or bfloat16."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.packed = cpu_linear.PackedWeight(weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = cpu_linear.linear(x.reshape(-1, x.shape[-1]), self.packed)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class OneDNNLinear(nn.Module):
+    """``x @ weight.T + bias`` by oneDNN. x: ``[..., in_features]``, in the weight's dtype.
+
+    bfloat16 on a processor without bfloat16 instructions is computed in float32 by upconverting weights
+    once: the products are the same numbers, the sums are more exact, and the weights take twice the memory.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -48,7 +68,7 @@ class PackedLinear(nn.Module):
 class _First(nn.Module):
     """The first of several projections of one input: computes all, keeps the others for their turn."""
 
-    def __init__(self, fused: PackedLinear, sizes: list[int], others: "list[_Other]") -> None:
+    def __init__(self, fused: nn.Module, sizes: list[int], others: "list[_Other]") -> None:
         super().__init__()
         self._fused, self._sizes, self._others = fused, sizes, others
 
@@ -73,11 +93,11 @@ class _Other(nn.Module):
         return output
 
 
-def _fuse(parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear]) -> None:
+def _fuse(parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear], make: MakeLinear) -> None:
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
     others = [_Other() for _ in names[1:]]
-    first = _First(PackedLinear(weight, bias), [layer.out_features for layer in layers], others)
+    first = _First(make(weight, bias), [layer.out_features for layer in layers], others)
     for name, layer in zip(names, [first, *others], strict=True):
         setattr(parent, name, layer)
 
