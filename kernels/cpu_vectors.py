@@ -1,4 +1,4 @@
-"""Vector arithmetic as LLVM IR, for the numba intrinsics in ``cpu_steps``.
+"""Vector arithmetic as LLVM IR, for the numba intrinsics in ``cpu_steps`` and ``cpu_tiles``.
 
 numba alone keeps accumulators in arrays, that is in memory. Here every vector is an SSA value, so LLVM
 keeps accumulators in registers and uses fused multiply-adds. LLVM splits vectors that are wider than the
@@ -22,7 +22,7 @@ _TANH_SERIES_LIMIT = 0.5  # where the next term is below float32's resolution
 
 
 class VectorBuilder:
-    """Emits the few vector operations that attention is made of."""
+    """Emits the few vector operations that attention and linear layers are made of."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.builder = builder

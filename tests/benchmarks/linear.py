@@ -94,7 +94,8 @@ def main() -> None:
             times = "  ".join(f"{name} {median * 1e3:.1f}" for name, median in seconds.items())
             print(
                 f"{dtype:8} M {num_rows:<3} | {times}"
-                f" | panels {operations / seconds['panels'] / 1e9:.0f} GFLOP/s {weight_bytes / seconds['panels'] / 1e9:.1f} GB/s"
+                f" | panels {operations / seconds['panels'] / 1e9:.0f} GFLOP/s"
+                f" {weight_bytes / seconds['panels'] / 1e9:.1f} GB/s"
                 f" | sgemm {peak / 1e9:.0f} GFLOP/s stream {weight_bytes / seconds['stream'] / 1e9:.1f} GB/s"
                 f" | panels/limit {seconds['panels'] / limit:.2f}",
                 flush=True,
