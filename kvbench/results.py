@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -53,11 +54,12 @@ class Run:
 
 
 class RunWriter:
-    """Writes one run directory. ``run.json`` is replaced atomically and last: it tells what the rest is worth."""
+    """Writes one run directory. ``run.json`` is replaced atomically and last: it tells what the rest is worth.
+
+    Creating ``config.yaml`` claims the directory, so that of two processes one is refused (ConfigError).
+    """
 
     def __init__(self, path: Path, *, config: dict[str, Any], config_yaml: str) -> None:
-        if (path / "run.json").exists():
-            raise ConfigError(f"{path} holds a run already; results are never overwritten")
         self.path = path
         self._record = {
             "schema_version": SCHEMA_VERSION,
@@ -65,7 +67,11 @@ class RunWriter:
             "status": "running",
         }
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(config_yaml)
+        try:
+            with (path / "config.yaml").open("x") as file:
+                file.write(config_yaml)
+        except FileExistsError:
+            raise ConfigError(f"results_dir: {path} holds a run already; results are never overwritten") from None
         self._replace(self._record)
 
     def complete(
@@ -80,9 +86,13 @@ class RunWriter:
         """status: ``failed`` or ``interrupted``. Such a run has no numbers."""
         self._replace(self._record | {"status": status, "error": error})
 
+    def discard(self) -> None:
+        """Leave nothing of a run that never began."""
+        shutil.rmtree(self.path)
+
     def _replace(self, record: dict[str, Any]) -> None:
         temporary = self.path / "run.json.tmp"
-        temporary.write_text(json.dumps(record, indent=2) + "\n")
+        temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
         os.replace(temporary, self.path / "run.json")
 
 
