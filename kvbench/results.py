@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -18,6 +19,8 @@ import torch
 import yaml
 
 from kvbench.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 _VERSIONED = ("torch", "triton", "transformers", "numba", "numpy", "hydra-core")
@@ -105,13 +108,21 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> Run:
-    return Run(path, json.loads((path / "run.json").read_text()))
+    """The run in directory ``path``. Raises OSError or ValueError where ``run.json`` is not a run's."""
+    record = json.loads((path / "run.json").read_text())
+    if not isinstance(record, dict) or not {"status", "config_hash"} <= record.keys():
+        raise ValueError("not the record of a run")
+    return Run(path, record)
 
 
 def find(folder: Path) -> Iterator[Run]:
-    """Runs in ``folder`` and below, ordered by path (numeric job names by number)."""
+    """Runs in ``folder`` and below, ordered by path (numeric job names by number); damaged ones left out."""
     found = [path.parent for path in folder.rglob("run.json")]
-    yield from (read(path) for path in sorted(found, key=_natural))
+    for path in sorted(found, key=_natural):
+        try:
+            yield read(path)
+        except (OSError, ValueError) as error:
+            log.warning("skipped %s: %s", path / "run.json", error)
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
