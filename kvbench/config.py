@@ -126,13 +126,15 @@ class Config:
 
 ConfigStore.instance().store(name="schema", node=Config)
 OmegaConf.register_new_resolver(
-    "utc_stamp", lambda: datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ"), use_cache=True, replace=True
+    "utc_stamp", lambda: datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ"), use_cache=True, replace=True
 )
 
 
 def typed(cfg: DictConfig) -> Config:
-    """The composed configuration as dataclasses. Raises an OmegaConf error on a missing value."""
-    return OmegaConf.to_object(_without_hydra(cfg))  # type: ignore[return-value]
+    """The composed configuration as dataclasses. Raises an OmegaConf error on a missing value or an unknown key."""
+    # Merged into the bare schema, which takes no key that was appended on the command line (``+key=value``).
+    known = OmegaConf.merge(OmegaConf.structured(Config), plain(cfg))
+    return OmegaConf.to_object(known)  # type: ignore[return-value]
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

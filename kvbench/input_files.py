@@ -13,7 +13,7 @@ def read_text(path: str, setting: str) -> str:
     try:
         data = Path(path).expanduser().read_bytes()
     except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror or error}") from error
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror or error}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

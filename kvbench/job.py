@@ -1,10 +1,14 @@
 """From a configuration to a measured run."""
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from inspect import isabstract
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from transformers import PreTrainedModel
 
@@ -27,22 +31,25 @@ from kvbench.scheduler import Scheduler
 from kvbench.sequences import SequenceTable
 from kvbench.sizing import available_bytes, parse_size
 
+_TRIAL_SLOTS = 2**20
+
 
 def validate(cfg: Config) -> None:
     """Everything about ``cfg`` that can be wrong and be known without loading a model. Raises ConfigError."""
-    choose_device(cfg.device.name)
+    if not cfg.results_dir:
+        raise ConfigError("results_dir: an empty name; give a folder, absolute or relative to the working directory")
     if cfg.executor.kernels not in ("auto", *kernels.IMPLEMENTATIONS):
         legal = ", ".join(("auto", *kernels.IMPLEMENTATIONS))
         raise ConfigError(f"executor.kernels: {cfg.executor.kernels!r} is not one of {legal}")
-    for setting, value, least in (
-        ("max_model_len", cfg.max_model_len, 2),
-        ("seed", cfg.seed, 0),
-        ("scheduler.max_num_seqs", cfg.scheduler.max_num_seqs, 1),
-        ("scheduler.max_batched_tokens", cfg.scheduler.max_batched_tokens, 1),
-        ("device.num_threads", cfg.device.num_threads, 0),
+    for setting, value, least, most in (
+        ("max_model_len", cfg.max_model_len, 2, math.inf),
+        ("seed", cfg.seed, 0, math.inf),
+        ("scheduler.max_num_seqs", cfg.scheduler.max_num_seqs, 1, 2**16),
+        ("scheduler.max_batched_tokens", cfg.scheduler.max_batched_tokens, 1, math.inf),
+        ("device.num_threads", cfg.device.num_threads, 0, os.cpu_count() or 1),
     ):
-        if value < least:
-            raise ConfigError(f"{setting}: {value} is below {least}")
+        if not least <= value <= most:
+            raise ConfigError(f"{setting}: {value} is not an integer from {least} to {most}")
     if cfg.scheduler.force_preemption_every in (1,) or cfg.scheduler.force_preemption_every < 0:
         raise ConfigError("scheduler.force_preemption_every: use 0 (never) or 2 and more")
     _linear(cfg, choose_device(cfg.device.name))
@@ -51,7 +58,7 @@ def validate(cfg: Config) -> None:
 
 
 def _validate_allocator(cfg: Config) -> None:
-    kind: type[Allocator] = get_class(cfg.allocator.make["_target_"])  # type: ignore[assignment]
+    kind = _allocator_class(cfg)
     swaps = Capability.SWAP in kind.supports
     if cfg.scheduler.preemption is Preemption.swap and not swaps:
         raise ConfigError(
@@ -69,6 +76,11 @@ def _validate_allocator(cfg: Config) -> None:
             f"allocator.reservation: {cfg.allocator.reservation.value} needs to know the true output lengths; "
             "set workload.ignore_eos=true or use allocator.reservation=max"
         )
+    # A trial with a large pool, for the allocator's own options; the real pool's size depends on the model.
+    _allocator(
+        cfg,
+        Pool(_TRIAL_SLOTS, max_rows=1, max_tokens=min(cfg.max_model_len, _TRIAL_SLOTS), num_host_slots=_TRIAL_SLOTS),
+    )
 
 
 def choose_device(kind: DeviceKind) -> torch.device:
@@ -120,7 +132,10 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     implementation = cfg.executor.kernels
     if implementation == "auto":
         implementation = "triton" if device.type == "cuda" else "cpu"
-    operations = kernels.load(implementation)
+    try:
+        operations = kernels.load(implementation)
+    except kernels.KernelsUnavailable as error:
+        raise ConfigError(f"executor.kernels: {error}; use auto") from None
     storage = KVStorage(geometry, pool.num_slots, pool.num_host_slots, dtype=dtype, device=device, kernels=operations)
     executor = TorchExecutor(model, storage, operations)
     executor.warm_up(allocator.layout, allocator.block_size)
@@ -163,6 +178,13 @@ def _pool(cfg: Config, device: torch.device, bytes_per_slot: int) -> Pool:
     host_size = parse_size(cfg.pool.host_size, "pool.host_size", available_bytes(torch.device("cpu")))
     if size > available_bytes(device):
         raise ConfigError(f"pool.size: {size:,} bytes asked for, {available_bytes(device):,} are free")
+    if Capability.SWAP not in _allocator_class(cfg).supports:
+        host_size = 0
+    host_available = available_bytes(torch.device("cpu")) - (size if device.type == "cpu" else 0)
+    if host_size > host_available:
+        raise ConfigError(
+            f"pool.host_size: {host_size:,} bytes asked for, {host_available:,} are free beside pool.size"
+        )
     num_slots = size // bytes_per_slot
     if num_slots == 0:
         raise ConfigError(f"pool.size: {size:,} bytes hold no token; one takes {bytes_per_slot:,} bytes")
@@ -174,16 +196,24 @@ def _pool(cfg: Config, device: torch.device, bytes_per_slot: int) -> Pool:
     )
 
 
+def _allocator_class(cfg: Config) -> type[Allocator]:
+    target = cfg.allocator.make.get("_target_")
+    try:
+        kind = get_class(str(target))
+    except Exception as error:  # whatever importing the user's module may raise
+        raise ConfigError(f"allocator.make._target_: cannot import {target}: {error}") from None
+    if not issubclass(kind, Allocator) or isabstract(kind):
+        raise ConfigError(f"allocator.make._target_: {target} does not implement kvbench.allocator.Allocator")
+    return kind
+
+
 def _allocator(cfg: Config, pool: Pool) -> Allocator:
-    kind: type[Allocator] = get_class(cfg.allocator.make["_target_"])  # type: ignore[assignment]
-    if Capability.SWAP not in kind.supports:
-        pool = Pool(pool.num_slots, pool.max_rows, pool.max_tokens)
     try:
         return instantiate(cfg.allocator.make)(pool=pool)
     except AllocatorConfigError as error:
         raise ConfigError(str(error)) from error
-    except TypeError as error:
-        raise ConfigError(f"allocator.make: {error}") from error
+    except (InstantiationException, TypeError) as error:
+        raise ConfigError(f"allocator.make: {error.__cause__ or error}") from None
 
 
 def _group(cfg: Config, allocator: Allocator, request: Request, eos: tuple[int, ...], bytes_per_slot: int) -> Group:

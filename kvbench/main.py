@@ -21,6 +21,8 @@ from kvbench.sweep import Sweep, complete_run
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "conf"
 
+_BAD_INPUT = (ConfigError, HydraException, OmegaConfBaseException)
+
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted."""
@@ -32,15 +34,16 @@ def main() -> None:
     code = 0
     try:
         run_job()
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
-        code = 2
     except KeyboardInterrupt:
         print("interrupted: finished runs are kept, resume=true runs what is missing", file=sys.stderr)
         code = 130
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    except Exception as error:
+        if isinstance(error, _BAD_INPUT) or (Sweep.started is None and isinstance(error, ValueError)):
+            print(f"error: {explain(error)}", file=sys.stderr)  # Hydra raises bare ValueErrors as it composes
+            code = 2
+        else:
+            traceback.print_exc()
+            code = 1
     if Sweep.started is not None:
         Sweep.started.report()
     sys.exit(code)
@@ -66,6 +69,9 @@ def run_job(cfg: DictConfig) -> None:
         measure(config.typed(cfg), writer)
     except KeyboardInterrupt:
         writer.fail("interrupted", "interrupted by the user")
+        raise
+    except ConfigError:
+        writer.discard()
         raise
     except BaseException as error:
         writer.fail("failed", f"{type(error).__name__}: {error}")

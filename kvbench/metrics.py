@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.recorder import PARTS
+from kvbench.recorder import PARTS, SECONDS
 
 Metrics = dict[str, tuple[float, str]]
 PERCENTILES = (50, 90, 99)
@@ -38,15 +38,16 @@ def summarize(steps: pd.DataFrame, requests: pd.DataFrame, *, bytes_per_slot: in
         "output_tokens": (tokens, "tokens"),
         "output_tokens_per_s": (tokens / duration, "tokens/s"),
         "requests_per_s": (len(done) / duration, "requests/s"),
-        "normalized_latency_s": (float(done["normalized_latency_s"].mean()), "s/token"),
     }
+    if len(done):
+        metrics["normalized_latency_s"] = (float(done["normalized_latency_s"].mean()), "s/token")
     gaps = np.concatenate([np.empty(0), *(np.diff(times) for times in done["token_times_s"])])
     for name in ("ttft_s", "tpot_s", "latency_s", "queueing_s"):
         metrics |= _distribution(name, done[name].dropna().to_numpy(float), "s")
     metrics |= _distribution("itl_s", gaps, "s")
     metrics |= _pool(steps)
     metrics |= _movement(steps, bytes_per_slot, block_size)
-    parts = {name: (float(steps[name].sum()), "s") for name in ("schedule_s", "copy_s", "model_s", "sample_s")}
+    parts = {name: (float(steps[name].sum()), "s") for name in SECONDS}
     return metrics | parts
 
 

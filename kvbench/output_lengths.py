@@ -10,7 +10,8 @@ from kvbench.errors import ConfigError
 from kvbench.input_files import read_columns, token_count
 
 SETTING = "workload.output_tokens"
-FORMS = "an integer >= 1, {uniform: [low, high]}, {lognormal: {mean: ..., cv: ...}} or {from: file.csv}"
+LONGEST = 2**31 - 1
+FORMS = "an integer from 1 to 2^31 - 1, {uniform: [low, high]}, {lognormal: {mean: ..., cv: ...}} or {from: file.csv}"
 
 
 def output_lengths(spec: Any, num_requests: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -48,15 +49,15 @@ def _lognormal(moments: Any, num_requests: int, rng: np.random.Generator) -> NDA
     if not isinstance(moments, Mapping) or set(moments) != {"mean", "cv"}:
         raise _illegal({"lognormal": moments})
     mean, cv = moments["mean"], moments["cv"]
-    if not all(isinstance(number, int | float) and 0 < number < np.inf for number in (mean, cv)):
+    if not all(isinstance(number, int | float) and 0 < number <= LONGEST for number in (mean, cv)):
         raise _illegal({"lognormal": moments})
     variance = np.log1p(cv**2)
     lengths = rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), num_requests)
-    return np.maximum(np.rint(lengths), 1).astype(np.int64)
+    return np.clip(np.rint(lengths), 1, LONGEST).astype(np.int64)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LONGEST
 
 
 def _illegal(spec: Any) -> ConfigError:

@@ -11,6 +11,7 @@ from kvbench.group import Group, Status
 from kvbench.scheduler import Decision, Scheduler
 from kvbench.sequences import SequenceTable
 
+SECONDS = ("schedule_s", "copy_s", "model_s", "sample_s")
 PARTS = ("token_states", "reservation", "internal_fragmentation", "rounding", "free")
 
 
@@ -55,6 +56,7 @@ class Recorder:
             "num_preemptions": decision.num_preemptions,
             "num_recomputed_tokens": decision.num_recomputed_tokens,
             **{f"{cause}_slots": count for cause, count in decision.copied_slots.items()},
+            **dict.fromkeys(SECONDS, 0.0),
         }
         self._steps.append(record)
         return record
@@ -67,6 +69,8 @@ class Recorder:
 
     def steps(self, end_s: float) -> pd.DataFrame:
         """One row per step; ``duration_s`` reaches to the next step's start, the last one's to ``end_s``."""
+        if not self._steps:  # every request was rejected at once
+            self.step(Decision(), 0.0, "idle")
         steps = pd.DataFrame(self._steps)
         steps["duration_s"] = np.diff(steps["start_s"], append=end_s)
         internal = self._attribution.internal_fragmentation(len(steps))

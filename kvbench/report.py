@@ -12,6 +12,7 @@ import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from yaml import YAMLError
 
 from kvbench import plots, results
 from kvbench.results import Run
@@ -105,7 +106,15 @@ def main() -> None:
     if folder is None or not folder.is_dir():
         print("usage: python -m kvbench.report RESULTS_FOLDER", file=sys.stderr)
         sys.exit(2)
-    compare([run for run in results.find(folder) if run.status == "complete"], folder)
+    runs = [run for run in results.find(folder) if run.status == "complete"]
+    if not runs:
+        print(f"error: no complete run in {folder}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        compare(runs, folder)
+    except (OSError, ValueError, KeyError, YAMLError) as error:
+        print(f"error: {folder}: a damaged record, or a folder that is not writable: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

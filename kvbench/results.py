@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import logging
 import os
 import platform
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ import torch
 import yaml
 
 from kvbench.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 _VERSIONED = ("torch", "triton", "transformers", "numba", "numpy", "hydra-core")
@@ -53,11 +57,12 @@ class Run:
 
 
 class RunWriter:
-    """Writes one run directory. ``run.json`` is replaced atomically and last: it tells what the rest is worth."""
+    """Writes one run directory. ``run.json`` is replaced atomically and last: it tells what the rest is worth.
+
+    Creating ``config.yaml`` claims the directory, so that of two processes one is refused (ConfigError).
+    """
 
     def __init__(self, path: Path, *, config: dict[str, Any], config_yaml: str) -> None:
-        if (path / "run.json").exists():
-            raise ConfigError(f"{path} holds a run already; results are never overwritten")
         self.path = path
         self._record = {
             "schema_version": SCHEMA_VERSION,
@@ -65,7 +70,11 @@ class RunWriter:
             "status": "running",
         }
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(config_yaml)
+        try:
+            with (path / "config.yaml").open("x") as file:
+                file.write(config_yaml)
+        except FileExistsError:
+            raise ConfigError(f"results_dir: {path} holds a run already; results are never overwritten") from None
         self._replace(self._record)
 
     def complete(
@@ -80,9 +89,13 @@ class RunWriter:
         """status: ``failed`` or ``interrupted``. Such a run has no numbers."""
         self._replace(self._record | {"status": status, "error": error})
 
+    def discard(self) -> None:
+        """Leave nothing of a run that never began."""
+        shutil.rmtree(self.path)
+
     def _replace(self, record: dict[str, Any]) -> None:
         temporary = self.path / "run.json.tmp"
-        temporary.write_text(json.dumps(record, indent=2) + "\n")
+        temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
         os.replace(temporary, self.path / "run.json")
 
 
@@ -95,13 +108,21 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> Run:
-    return Run(path, json.loads((path / "run.json").read_text()))
+    """The run in directory ``path``. Raises OSError or ValueError where ``run.json`` is not a run's."""
+    record = json.loads((path / "run.json").read_text())
+    if not isinstance(record, dict) or not {"status", "config_hash"} <= record.keys():
+        raise ValueError("not the record of a run")
+    return Run(path, record)
 
 
 def find(folder: Path) -> Iterator[Run]:
-    """Runs in ``folder`` and below, ordered by path (numeric job names by number)."""
+    """Runs in ``folder`` and below, ordered by path (numeric job names by number); damaged ones left out."""
     found = [path.parent for path in folder.rglob("run.json")]
-    yield from (read(path) for path in sorted(found, key=_natural))
+    for path in sorted(found, key=_natural):
+        try:
+            yield read(path)
+        except (OSError, ValueError) as error:
+            log.warning("skipped %s: %s", path / "run.json", error)
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -9,7 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import config, job, report, results
@@ -23,7 +23,7 @@ class Sweep(Callback):
 
     def __init__(self) -> None:
         self.directory = Path()
-        self.jobs: list[dict[str, Any]] = []
+        self.jobs: list[tuple[Path, dict[str, Any]]] = []  # run directory and configuration of each
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and validate every job. A bad one ends the program (exit code 2) before any work."""
@@ -34,17 +34,22 @@ class Sweep(Callback):
             raise SystemExit(2) from error  # Hydra turns other exceptions of callbacks into warnings
         Sweep.started = self
 
+    on_run_start = on_multirun_start  # hydra.mode=RUN: a sweep of one
+
     def _check(self, base: DictConfig) -> None:
         self.directory = Path(base.hydra.sweep.dir)
-        for composed in _compose_all(base):
+        for number, composed in enumerate(_compose_all(base)):
             job.validate(config.typed(composed))
-            self.jobs.append(config.plain(composed))
-        check_writable(Path(base.results_dir))
+            with open_dict(composed):
+                composed.hydra.job.num = number
+            path = Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
+            self.jobs.append((path, config.plain(composed)))
+            check_writable(Path(composed.results_dir))
 
     def report(self) -> None:
         """Compare the sweep's complete runs, those of earlier sweeps that ``resume`` kept included."""
-        runs = [run for run in map(complete_run, self.jobs) if run is not None]
-        report.compare(runs, self.directory)
+        runs = [_run_at(path) or (complete_run(plain) if plain["resume"] else None) for path, plain in self.jobs]
+        report.compare([run for run in runs if run is not None], self.directory)
 
 
 def _compose_all(base: DictConfig) -> list[DictConfig]:
@@ -59,6 +64,12 @@ def _compose_all(base: DictConfig) -> list[DictConfig]:
     return [loader.load_sweep_config(base, job_overrides) for job_overrides in jobs]
 
 
+def _run_at(path: Path) -> results.Run | None:
+    """The complete run in the directory ``path`` itself."""
+    run = results.read(path) if (path / "run.json").exists() else None
+    return run if run is not None and run.status == "complete" else None
+
+
 def check_writable(results_dir: Path) -> None:
     """Raises ConfigError where results could not be written."""
     probe = results_dir / ".writable"
@@ -67,7 +78,7 @@ def check_writable(results_dir: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"results_dir: {results_dir} is not writable ({error.strerror})") from error
+        raise ConfigError(f"results_dir: {results_dir} is not writable ({error.strerror})") from None
 
 
 def complete_run(plain: dict[str, Any]) -> results.Run | None:

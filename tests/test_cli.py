@@ -8,7 +8,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from kvbench import main as cli
-from kvbench import results
+from kvbench import report, results
 from kvbench.engine import Engine
 from kvbench.sweep import Sweep
 
@@ -100,19 +100,31 @@ BAD_INPUT = {
     "missing model": (["model=/nowhere/at/all"], "model.path"),
     "too many sequences": (["workload=beam_search", "scheduler.max_num_seqs=2"], "scheduler.max_num_seqs"),
     "negative seed": (["seed=-1"], "seed"),
+    "appended typo": (["+workload.promts=x"], "promts"),
+    "a group without an option": (["allocator=1"], "group override"),
+    "no results folder": (["results_dir=''"], "results_dir"),
+    "block size of a later job": (["allocator.make.block_size=16,0"], "block_size"),
+    "not an allocator": (["allocator.make._target_=os.getcwd"], "_target_"),
+    "too many threads": (["device.num_threads=100000"], "device.num_threads"),
+    "rows beyond counting": (["scheduler.max_num_seqs=999999999999"], "scheduler.max_num_seqs"),
+    "tokens beyond counting": (["workload.output_tokens=99999999999999999999"], "workload.output_tokens"),
+    "tokens beyond measure": (["workload.output_tokens={lognormal:{mean:5,cv:1e200}}"], "workload.output_tokens"),
+    "host beyond memory": (["allocator=paged_swap", "pool.host_size=1000000GiB"], "pool.host_size"),
+    "kernels of a GPU": (["executor.kernels=triton"], "executor.kernels"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_refused_by_name(run: Cli, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 2, the setting named, nothing measured."""
+    """Exit code 2, the setting named, no run left behind."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments, named = BAD_INPUT[case]
     groups = {argument.split("=")[0] for argument in arguments}
     code, _, err = run(*(setting for setting in TINY if setting.split("=")[0] not in groups), *arguments)
     assert code == 2, err
     assert named in err
-    assert not [record for record in run.runs() if record.status == "complete"]
+    assert "Traceback" not in err
+    assert run.runs() == []
 
 
 def test_a_bad_job_stops_the_sweep_before_its_first(run: Cli) -> None:
@@ -162,6 +174,47 @@ def test_what_was_measured_survives_and_resume_runs_the_rest(
     assert code == 0
     assert len(calls) == 4, "only the missing job ran again"
     assert "identical in all 3 runs" in out
+
+
+def test_repetitions_of_a_job_are_each_reported(run: Cli) -> None:
+    """Also where older runs of the same configuration exist, here one of hydra.mode=RUN."""
+    assert run(*TINY, "hydra.mode=RUN")[0] == 0
+    assert run(*TINY, "allocator=paged,paged")[0] == 0
+    tables = [path.read_text().splitlines()[1:] for path in sorted(run.results_dir.rglob("comparison.csv"))]
+    assert [len({row.split(",")[1] for row in rows}) for rows in tables] == [1, 2]
+
+
+def test_a_run_directory_is_claimed_once(run: Cli) -> None:
+    fixed = ("hydra.sweep.subdir=same", f"hydra.sweep.dir={run.results_dir}")
+    assert run(*TINY, *fixed)[0] == 0
+    (first,) = run.runs()
+    code, _, err = run(*TINY, *fixed, "seed=1")
+    assert code == 2
+    assert "never overwritten" in err
+    assert run.runs() == [first]
+
+
+def test_a_run_that_rejects_every_request_is_a_complete_record_without_latencies(run: Cli) -> None:
+    code, _, err = run(*TINY[:4], *TINY[5:], "scheduler.oversized=reject", "pool.size=8KiB")
+    assert code == 0, err
+    (record,) = run.runs()
+    assert record.metric("num_finished") == 0
+    assert record.metric("output_tokens_per_s") == 0
+    assert record.metric("free_fraction") == 1
+    assert record.metric("normalized_latency_s") is None
+    assert list(record.requests()["status"]) == ["rejected"] * 4
+
+
+def test_damaged_records_are_left_out(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(*TINY, "seed=0,1")[0] == 0
+    first, second = run.runs()
+    for damaged in ("", "[]", "{}"):
+        (first.path / "run.json").write_text(damaged)
+        assert run.runs() == [second]
+    (second.path / "config.yaml").unlink()
+    monkeypatch.setattr(sys, "argv", ["report", str(run.results_dir)])
+    with pytest.raises(SystemExit, match="2"):
+        report.main()
 
 
 def test_help_tells_every_key(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
