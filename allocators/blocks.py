@@ -7,7 +7,6 @@ slots are counted once, for the one row that *owns* the tail.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from allocators import compiled
 from kvbench.allocator import IntArray, consecutive

@@ -7,7 +7,6 @@ They are compiled when this module is first imported, and read from numba's cach
 import numba
 from numba import types
 
-
 _ROWS = types.Array(types.int64, 1, "A", readonly=True)
 _INT64 = types.int64[::1]
 _INT32 = types.int32[::1]
@@ -63,14 +62,16 @@ def place(rows, lengths, extents, tables, references, owns_tail, free, num_free,
     slots: int64 ``[num_tokens]``, receives the tokens' slots.
     """
     num_blocks = -(-slots.size // block_size)
+    table = tables[rows[0]]
     for column in range(num_blocks):
         block = free[num_free - 1 - column]
         references[block] = rows.size
-        for row in rows:
-            tables[row, column] = block
-        start = column * block_size
-        for offset in range(min(block_size, slots.size - start)):
-            slots[start + offset] = block * block_size + offset
+        table[column] = block
+        in_block = slots[column * block_size : (column + 1) * block_size]
+        for offset in range(in_block.size):
+            in_block[offset] = block * block_size + offset
+    for row in rows[1:]:
+        tables[row, :num_blocks] = table[:num_blocks]
     for row in rows:
         lengths[row] = slots.size
         extents[row] = num_blocks * block_size

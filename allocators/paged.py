@@ -31,8 +31,9 @@ class PagedAllocator(Allocator):
     watermark: fraction of the blocks, rounded up, that admissions and swap-ins leave free for running
         rows to grow into. An empty device may be filled whole, so that what fits is never starved.
 
-    Every verb is a fixed number of numpy calls on its rows, whatever the pool's size: a decode step of
-    256 rows takes less than 60 us, an admission of 32 blocks less than 20 us, on a 2.5 GHz core
+    What a verb costs depends on its rows, not on the pool's size. The ordinary decode step and the
+    admission are compiled (`allocators.compiled`): on a 2.5 GHz core, a decode step of 256 rows (append
+    and block tables) takes less than 30 us, the admission of a 512-token prompt about 10 us
     (``tests/benchmarks/bookkeeping.py``).
     """
 
@@ -60,14 +61,14 @@ class PagedAllocator(Allocator):
         self._check_prompt(rows, num_tokens, max_tokens)
         if -(-num_tokens // self.block_size) > self._num_admissible_blocks():
             return None
-        return Grant(slots=self._device.place(rows, num_tokens))
+        return Grant((), self._device.place(rows, num_tokens))
 
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
         rows, device = as_indices(rows), self._device
         if isinstance(num_tokens, int) and num_tokens == 1:
             slots = device.append_one(rows, self.pool.max_tokens)
             if slots is not None:
-                return Grant(slots=slots)
+                return Grant((), slots)
         rows, lengths = self._live_rows(rows, device.lengths)
         self._check_distinct(rows)
         counts = self._token_counts(num_tokens, rows)
@@ -150,7 +151,7 @@ class PagedAllocator(Allocator):
     def _num_admissible_blocks(self) -> int:
         """Blocks that an admission may take."""
         device = self._device
-        return device.num_free if device.num_held == 0 else device.num_free - self._watermark
+        return device.num_free if device.mapped == 0 else device.num_free - self._watermark
 
     def _copies(self, source: Tier, destination: Tier, blocks: IntArray, new_blocks: IntArray) -> tuple[Copies, ...]:
         """Copies of whole blocks, as slot ranges."""

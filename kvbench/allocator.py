@@ -238,7 +238,7 @@ class Allocator(ABC):
         except IndexError:
             found = None
         # Negative rows count from the end. argmin is several times faster than min.
-        if found is None or (rows.size and rows[rows.argmin()] < 0):
+        if found is None or (rows.size and rows.item(rows.argmin()) < 0):
             raise AllocatorMisuse(f"rows must be within [0, {self.pool.max_rows}), got {rows.tolist()}")
         return found
 
@@ -253,9 +253,10 @@ class Allocator(ABC):
     def _free_rows(self, rows: ArrayLike) -> IntArray:
         """Distinct rows that hold nothing on any tier."""
         rows = as_indices(rows)
-        lengths = self.num_tokens(rows)
-        if np.count_nonzero(lengths):
-            raise AllocatorMisuse(f"rows {rows[lengths > 0].tolist()} are busy")
+        lengths = self.num_tokens(rows).tolist()
+        if any(lengths):
+            busy = [row for row, length in zip(rows.tolist(), lengths, strict=True) if length]
+            raise AllocatorMisuse(f"rows {busy} are busy")
         self._check_distinct(rows)
         return rows
 
