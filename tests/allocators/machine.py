@@ -144,6 +144,8 @@ def misuses(harness: Harness):
         length = len(harness.rows[row].tokens)
         yield "append", ([row, row],), {}
         yield "append", ([row], 0), {}
+        if length == pool.max_tokens:
+            yield "append", ([row],), {}
         yield "append", ([row], [1, 1]), {}
         yield "append", (live, [pool.max_tokens + 1 - length] * len(live)), {}
         if Capability.RESERVES_GROWTH in harness.allocator.supports:
