@@ -7,9 +7,9 @@ slots are counted once, for the one row that *owns* the tail.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvbench.allocator import IntArray
+from allocators import compiled
+from kvbench.allocator import IntArray, consecutive
 
 
 class BlockTier:
@@ -27,7 +27,6 @@ class BlockTier:
     def __init__(self, num_blocks: int, block_size: int, max_rows: int, max_tokens: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._divisor = np.array(block_size)  # numpy would convert an int anew in every call
         self.tables = np.zeros((max_rows, -(-max_tokens // block_size)), dtype=np.int32)
         self.lengths = np.zeros(max_rows, dtype=np.int64)
         self.extents = np.zeros(max_rows, dtype=np.int64)
@@ -38,7 +37,8 @@ class BlockTier:
         self.num_free = num_blocks
         # A stack whose top is `_free[num_free - 1]`: block 0 is taken first.
         self._free = np.arange(num_blocks)[::-1].copy()
-        self._row_starts = np.arange(max_rows) * self.tables.shape[1]
+        # What the compiled verbs read and write, `_free` up to `num_free`.
+        self._arrays = (self.lengths, self.extents, self.tables, self.references, self.owns_tail, self._free)
 
     @property
     def num_held(self) -> int:
@@ -63,29 +63,41 @@ class BlockTier:
         blocks = self.tables[rows[:, None], columns][columns < counts[:, None]]
         return blocks.astype(np.int64), counts
 
-    def blocks_at(self, rows: IntArray, columns: IntArray) -> NDArray[np.int32]:
-        # One flat index is gathered in half the time of a row and a column.
-        return self.tables.reshape(-1)[self._row_starts[rows] + columns]
+    def slots_at(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """Slot of token ``positions[i]``, which it must hold, of ``rows[i]``."""
+        columns, offsets = np.divmod(positions, self.block_size)
+        slots: IntArray = self.tables[rows, columns] * np.int64(self.block_size) + offsets
+        return slots
 
     def tails_of(self, rows: IntArray) -> IntArray:
-        return self.blocks_at(rows, self.extents[rows] // self.block_size - 1).astype(np.int64)
+        return self.tables[rows, self.extents[rows] // self.block_size - 1].astype(np.int64)
 
     def room_in_tails(self, rows: IntArray) -> IntArray:
         return self.extents[rows] - self.lengths[rows]
 
-    def place(self, rows: IntArray, num_tokens: int) -> None:
-        """Put a new group on this tier: the rows share the blocks of ``num_tokens`` tokens."""
-        count = -(-num_tokens // self.block_size)
-        blocks = self.take(count)
-        if rows.size > 1:
-            self.references[blocks] = rows.size
-        for row in rows.tolist():  # few, and a slice of one row is filled faster than of an array of rows
-            self.tables[row, :count] = blocks
-        self.lengths[rows] = num_tokens
-        self.extents[rows] = count * self.block_size
-        self.owns_tail[rows[0]] = True
+    def place(self, rows: IntArray, num_tokens: int) -> IntArray:
+        """Put a new group on this tier: the rows share the blocks, and the slots, of ``num_tokens`` tokens."""
+        slots = np.empty(num_tokens, dtype=np.int64)
+        count = compiled.place(rows, *self._arrays, self.num_free, self.block_size, slots)
+        self.num_free -= count
         self.mapped += count * rows.size
         self.vacant += count * self.block_size - num_tokens
+        return slots
+
+    def append_one(self, rows: IntArray, max_tokens: int) -> IntArray | None:
+        """A decode step without exceptions: the slot of each row's next token.
+
+        None, with nothing changed, if the rows are not live, distinct and shorter than ``max_tokens``, if
+        one of them would write into a shared block, or if free blocks do not suffice.
+        """
+        slots = np.empty(rows.size, dtype=np.int64)
+        count = compiled.append_one(rows, *self._arrays, self.num_free, self.block_size, max_tokens, slots)
+        if count < 0:
+            return None
+        self.num_free -= count
+        self.mapped += count
+        self.vacant += count * self.block_size - rows.size
+        return slots
 
     def share(self, parents: IntArray, children: IntArray) -> None:
         """Children hold their parents' blocks; the parents keep owning their tails."""
@@ -123,20 +135,12 @@ class BlockTier:
         self.pass_on(left)
         return tails, copies
 
-    def extend(self, rows: IntArray, extents: IntArray, num_new: IntArray | None) -> None:
-        """Map free blocks after the ``extents[i]`` slots of ``rows[i]``: ``num_new[i]`` (>= 1), or one."""
-        columns = extents // self._divisor
-        if num_new is None:
-            total = rows.size
-            self.tables[rows, columns] = self.take(total)
-            self.extents[rows] = extents + self._divisor
-        else:
-            total = int(num_new.sum())
-            # Block j of the batch is block j - (new blocks of the rows before) of its row's new ones.
-            starts = columns - (np.cumsum(num_new) - num_new)
-            columns = np.repeat(starts, num_new) + np.arange(total)
-            self.tables[np.repeat(rows, num_new), columns] = self.take(total)
-            self.extents[rows] = extents + num_new * self.block_size
+    def extend(self, rows: IntArray, num_new: IntArray) -> None:
+        """Map ``num_new[i]`` (>= 1) free blocks after those of ``rows[i]``."""
+        total = int(num_new.sum())
+        columns = consecutive(self.extents[rows] // self.block_size, num_new)
+        self.tables[np.repeat(rows, num_new), columns] = self.take(total)
+        self.extents[rows] += num_new * self.block_size
         self.owns_tail[rows] = True
         self.mapped += total
         self.vacant += total * self.block_size

@@ -21,6 +21,7 @@ from kvbench.allocator import (
     Tier,
     Usage,
     as_indices,
+    consecutive,
 )
 
 
@@ -67,17 +68,19 @@ class ContiguousAllocator(Allocator):
             return None
         lengths = np.full(rows.size, num_tokens, dtype=np.int64)
         self._occupy(rows, bases, lengths, capacities)
-        return _copy_regions(np.repeat(bases[:1], rows.size - 1), bases[1:], lengths[1:])
+        copies = _copies(np.repeat(bases[:1], rows.size - 1), bases[1:], lengths[1:])
+        return Grant(copies, bases[0] + np.arange(num_tokens))
 
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
         rows, lengths = self._live_rows(rows, self._lengths)
         self._check_distinct(rows)
-        grown = lengths + self._token_counts(num_tokens, rows)
+        counts = self._token_counts(num_tokens, rows)
+        grown = lengths + counts
         if np.any(grown > self._capacity[rows]):
             raise AllocatorMisuse(f"rows {rows[grown > self._capacity[rows]].tolist()} outgrow their reservation")
         self._lengths[rows] = grown
         self._token_states += int(grown.sum() - lengths.sum())
-        return Grant()
+        return Grant(slots=consecutive(self._base[rows] + lengths, counts))
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
         parents, lengths = self._live_rows(parents, self._lengths)
@@ -89,7 +92,7 @@ class ContiguousAllocator(Allocator):
         if bases is None:
             return None
         self._occupy(children, bases, lengths, capacities)
-        return _copy_regions(self._base[parents], bases, lengths)
+        return Grant(_copies(self._base[parents], bases, lengths))
 
     def free(self, rows: ArrayLike) -> None:
         rows, lengths = self._live_rows(rows, self._lengths)
@@ -157,8 +160,7 @@ class ContiguousAllocator(Allocator):
         self._held += int(capacities.sum())
 
 
-def _copy_regions(sources: IntArray, destinations: IntArray, lengths: IntArray) -> Grant:
+def _copies(sources: IntArray, destinations: IntArray, lengths: IntArray) -> tuple[Copies, ...]:
     if sources.size == 0:
-        return Grant()
-    ranges = np.stack([sources, destinations, lengths], axis=1)
-    return Grant((Copies(Tier.DEVICE, Tier.DEVICE, ranges),))
+        return ()
+    return (Copies(Tier.DEVICE, Tier.DEVICE, np.stack([sources, destinations, lengths], axis=1)),)

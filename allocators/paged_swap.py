@@ -54,7 +54,7 @@ class PagedSwapAllocator(PagedAllocator):
             return None
         moved = self._host.receive(rows, self._device)
         self._device.release(rows)
-        return self._move(Tier.DEVICE, Tier.HOST, *moved)
+        return Grant(self._copies(Tier.DEVICE, Tier.HOST, *moved))
 
     def swap_in(self, rows: ArrayLike) -> Grant | None:
         rows, _ = self._live_rows(rows, self._host.lengths)
@@ -63,7 +63,7 @@ class PagedSwapAllocator(PagedAllocator):
             return None
         moved = self._device.receive(rows, self._host)
         self._host.release(rows)
-        return self._move(Tier.HOST, Tier.DEVICE, *moved)
+        return Grant(self._copies(Tier.HOST, Tier.DEVICE, *moved))
 
     def num_tokens(self, rows: ArrayLike) -> IntArray:
         rows = as_indices(rows)

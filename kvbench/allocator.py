@@ -14,7 +14,7 @@ Two outcomes only:
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -83,15 +83,20 @@ class Copies:
     ranges: IntArray
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen: that would double the time to make one
 class Grant:
-    """A verb succeeded. ``copies`` move KV that the verb's effect depends on.
+    """A verb succeeded.
 
-    Copies of :meth:`Allocator.allocate` duplicate a prompt that is yet to be computed: they run once
-    its KV is written. Copies of every other verb run before the next KV write.
+    copies: move KV that the verb's effect depends on. Those of :meth:`Allocator.allocate` duplicate a
+        prompt that is yet to be computed: they run once its KV is written. Copies of every other verb
+        run before the next KV write.
+    slots: int64 ``[new tokens]``, where to write the KV of the tokens that the verb added, row after
+        row: of :meth:`Allocator.append` for every row, of :meth:`Allocator.allocate` for ``rows[0]``
+        alone; empty for every other verb. Valid until the next verb on these rows.
     """
 
     copies: tuple[Copies, ...] = ()
+    slots: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
     def num_copied_slots(self) -> int:
@@ -142,7 +147,8 @@ class Allocator(ABC):
         """Admit a group: all ``rows`` start with the same ``num_tokens`` prompt tokens (>= 1).
 
         With FORK_SHARES the rows share the prompt's slots; otherwise each gets a region of its own
-        and the grant's copies replicate ``rows[0]``'s prompt, to run once it is written.
+        and the grant's copies replicate ``rows[0]``'s prompt, to run once it is written. The grant's
+        slots are those of ``rows[0]``'s prompt.
         ``max_tokens``: the most tokens any of the rows will ever hold (``num_tokens <= max_tokens <=
         pool.max_tokens``); allocators with RESERVES_GROWTH take room for it now, others ignore it.
         Keeps the watermark, unless the pool is empty. All or nothing.
@@ -150,7 +156,7 @@ class Allocator(ABC):
 
     @abstractmethod
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
-        """Slots for the next ``num_tokens`` (scalar or ``[n]``, >= 1) tokens of every row.
+        """Slots for the next ``num_tokens`` (scalar or ``[n]``, >= 1) tokens of every row: ``Grant.slots``.
 
         A shared slot range is copied before it is written (copy-on-write); the last sharer writes
         in place. May use the watermark's slots. All or nothing over the batch. Misuse: a row that
@@ -232,7 +238,7 @@ class Allocator(ABC):
         except IndexError:
             found = None
         # Negative rows count from the end. argmin is several times faster than min.
-        if found is None or (rows.size and rows[rows.argmin()] < 0):
+        if found is None or (rows.size and rows.item(rows.argmin()) < 0):
             raise AllocatorMisuse(f"rows must be within [0, {self.pool.max_rows}), got {rows.tolist()}")
         return found
 
@@ -247,9 +253,10 @@ class Allocator(ABC):
     def _free_rows(self, rows: ArrayLike) -> IntArray:
         """Distinct rows that hold nothing on any tier."""
         rows = as_indices(rows)
-        lengths = self.num_tokens(rows)
-        if np.count_nonzero(lengths):
-            raise AllocatorMisuse(f"rows {rows[lengths > 0].tolist()} are busy")
+        lengths = self.num_tokens(rows).tolist()
+        if any(lengths):
+            busy = [row for row, length in zip(rows.tolist(), lengths, strict=True) if length]
+            raise AllocatorMisuse(f"rows {busy} are busy")
         self._check_distinct(rows)
         return rows
 
@@ -262,18 +269,15 @@ class Allocator(ABC):
             if num_distinct != rows.size:
                 raise AllocatorMisuse(f"rows must be distinct, got {rows.tolist()}")
 
-    def _token_counts(self, num_tokens: ArrayLike, rows: IntArray) -> int | IntArray:
-        """``num_tokens`` as an int for all rows or int64 ``[n]``; AllocatorMisuse unless >= 1."""
-        counts: int | IntArray
+    def _token_counts(self, num_tokens: ArrayLike, rows: IntArray) -> IntArray:
+        """``num_tokens`` (scalar or ``[n]``) as int64 ``[n]``; AllocatorMisuse unless >= 1."""
         if isinstance(num_tokens, (int, np.integer)):
-            counts = lowest = int(num_tokens)
-        else:
-            counts = as_indices(num_tokens)
-            if counts.shape != rows.shape:
-                raise AllocatorMisuse(f"{counts.size} token counts for {rows.size} rows")
-            lowest = int(counts.min(initial=1))
-        if lowest < 1:
-            raise AllocatorMisuse(f"num_tokens must be at least 1, got {lowest}")
+            num_tokens = np.full(rows.size, num_tokens, dtype=np.int64)
+        counts = as_indices(num_tokens)
+        if counts.shape != rows.shape:
+            raise AllocatorMisuse(f"{counts.size} token counts for {rows.size} rows")
+        if counts.size and counts.min() < 1:
+            raise AllocatorMisuse(f"num_tokens must be at least 1, got {counts.min()}")
         return counts
 
     def _check_prompt(self, rows: IntArray, num_tokens: int, max_tokens: int) -> None:
@@ -294,3 +298,9 @@ def as_indices(values: ArrayLike) -> IntArray:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise AllocatorMisuse(f"expected a 1-D integer array, got {array.dtype} of shape {array.shape}")
     return array.astype(np.int64)
+
+
+def consecutive(starts: IntArray, counts: IntArray) -> IntArray:
+    """``starts[i], starts[i] + 1, ...``, ``counts[i]`` of them, one range after the other: int64 ``[sum]``."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(counts.sum())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.allocator import Allocator, IntArray, Layout
+from kvbench.allocator import Allocator, IntArray, Layout, consecutive
 from kvbench.beam import FloatArray
 from kvbench.group import Group, Status
 from kvbench.plan import Executor, SampleSpec, StepOutput, StepPlan
@@ -91,12 +91,12 @@ class Engine:
         """The step's plan, and the row that each pick's token will be appended to."""
         table, allocator = self.table, self.allocator
         rows, num_new = np.concatenate(decision.rows), np.concatenate(decision.num_new)
-        order = np.argsort(num_new > 1, kind="stable")  # decode rows first
+        comes_later = num_new > 1  # decode rows first
+        slots = np.concatenate(decision.slots)[np.argsort(np.repeat(comes_later, num_new), kind="stable")]
+        order = np.argsort(comes_later, kind="stable")
         rows, num_new = rows[order], num_new[order]
         starts = table.computed[rows]
-        packed_rows = np.repeat(rows, num_new)
-        offsets = np.arange(len(packed_rows)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
-        positions = np.repeat(starts, num_new) + offsets
+        positions = consecutive(starts, num_new)
         sample, rows_to_fill = self._sample_spec(decision, rows, starts + num_new == table.length[rows])
         paged = allocator.layout is Layout.PAGED
         plan = StepPlan(
@@ -105,9 +105,9 @@ class Engine:
             rows=rows,
             num_new=num_new,
             num_decode=int((num_new == 1).sum()),
-            tokens=table.tokens[packed_rows, positions],
+            tokens=table.tokens[np.repeat(rows, num_new), positions],
             positions=positions,
-            slots=allocator.slots(packed_rows, positions),
+            slots=slots,
             lengths=starts + num_new,
             sample=sample,
             block_tables=allocator.block_tables(rows) if paged else None,

@@ -20,7 +20,8 @@ from kvbench.sequences import SequenceTable
 class Decision:
     """What the next step does.
 
-    groups: those that run. rows: int64 ``[n]`` rows that run, num_new: int64 ``[n]`` their new tokens.
+    groups: those that run. rows: int64 ``[n]`` rows that run, num_new: int64 ``[n]`` their new tokens,
+        slots: int64 ``[sum(num_new)]`` those tokens' slots.
     copied_slots: slots copied, by cause.
     refused: the queue's head was refused; stranded: although enough free slots existed.
     """
@@ -28,6 +29,7 @@ class Decision:
     groups: list[Group] = field(default_factory=list)
     rows: list[IntArray] = field(default_factory=list)
     num_new: list[IntArray] = field(default_factory=list)
+    slots: list[IntArray] = field(default_factory=list)
     copies: list[Copies] = field(default_factory=list)
     late_copies: list[Copies] = field(default_factory=list)
     copied_slots: dict[str, int] = field(
@@ -46,6 +48,7 @@ class Decision:
 
     def take(self, grant: Grant, cause: str, *, late: bool = False) -> None:
         (self.late_copies if late else self.copies).extend(grant.copies)
+        self.slots.append(grant.slots)
         self.copied_slots[cause] += grant.num_copied_slots
 
 

@@ -1,7 +1,8 @@
 """An allocator beside a slow model that knows only token histories and simulates the data.
 
 Each verb is run on the allocator and then, if it was granted, as the engine would: copies in order on
-an array that stands for the pool, then one distinct integer per new token written at its slot. A row
+an array that stands for the pool, then one distinct integer per new token written at the slot granted
+for it. A row
 whose storage does not read back as its history exposes an allocator that shared, copied or handed out
 the wrong slots. The model knows no free list, reference count or region; of paged allocators it knows
 the block size, and says exactly which appends must copy, what may be refused and what swapping shares.
@@ -10,6 +11,7 @@ the block size, and says exactly which appends must copy, what may be refused an
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -57,7 +59,7 @@ class Harness:
         tokens = self._new_tokens(num_tokens)
         for row in rows:
             self.rows[row] = Row(list(tokens), max_tokens)
-        self._write(rows[0], 0, tokens)
+        self._write(grant, tokens)
         self._run_copies(grant)
         return True
 
@@ -73,10 +75,10 @@ class Harness:
             return False
         assert sum(len(copies.ranges) for copies in grant.copies) == num_copies, "needless or no copies"
         self._run_copies(grant)
-        for row, count in zip(rows, per_row, strict=True):
-            tokens = self._new_tokens(count)
-            self._write(row, len(self.rows[row].tokens), tokens)
-            self.rows[row].tokens += tokens
+        tokens = self._new_tokens(sum(per_row))
+        self._write(grant, tokens)
+        for row, end, count in zip(rows, accumulate(per_row), per_row, strict=True):
+            self.rows[row].tokens += tokens[end - count : end]
         return True
 
     def fork(self, parents: Sequence[int], children: Sequence[int]) -> bool:
@@ -174,6 +176,8 @@ class Harness:
         grant = getattr(self.allocator, verb)(*args, **kwargs)
         if grant is None and verb != "free":
             assert state_of(self.allocator) == before, f"a refused {verb} changed the allocator"
+        if grant is not None and verb not in ("allocate", "append"):
+            assert grant.slots.size == 0, f"{verb} grants slots, and adds no tokens"
         return grant
 
     def _blocks(self, row: int) -> list[int]:
@@ -195,9 +199,10 @@ class Harness:
         self.num_written += count
         return list(range(self.num_written - count, self.num_written))
 
-    def _write(self, row: int, start: int, tokens: list[int]) -> None:
-        slots = self.allocator.slots([row] * len(tokens), range(start, start + len(tokens)))
-        self.data[Tier.DEVICE][slots] = tokens
+    def _write(self, grant: Grant, tokens: list[int]) -> None:
+        assert grant.slots.dtype == np.int64
+        assert grant.slots.shape == (len(tokens),), "not a slot for each new token"
+        self.data[Tier.DEVICE][grant.slots] = tokens
 
     def _run_copies(self, grant: Grant) -> None:
         for copies in grant.copies:

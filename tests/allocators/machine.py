@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbench.allocator import Allocator, Capability, Pool
+from kvbench.allocator import Allocator, Capability, Layout, Pool
 from tests.allocators.cases import POOLS
 from tests.allocators.harness import Harness
 
@@ -144,6 +144,8 @@ def misuses(harness: Harness):
         length = len(harness.rows[row].tokens)
         yield "append", ([row, row],), {}
         yield "append", ([row], 0), {}
+        if length == pool.max_tokens:
+            yield "append", ([row],), {}
         yield "append", ([row], [1, 1]), {}
         yield "append", (live, [pool.max_tokens + 1 - length] * len(live)), {}
         if Capability.RESERVES_GROWTH in harness.allocator.supports:
@@ -157,7 +159,7 @@ def misuses(harness: Harness):
         yield "fork", ([row], []), {}
         yield "swap_in", ([row],), {}
         yield "allocate", ([*idle[:1], row], 1), {"max_tokens": 1}
-        yield "block_tables" if not hasattr(harness.allocator, "block_size") else "base_slots", ([row],), {}
+        yield "base_slots" if harness.allocator.layout is Layout.PAGED else "block_tables", ([row],), {}
     for row in swapped[:1]:
         yield "swap_out", ([*live, row],), {}
         yield "block_tables", ([row],), {}

@@ -38,6 +38,16 @@ def test_watermark_is_kept_from_admissions_and_given_to_running_rows():
     h.check()
 
 
+@pytest.mark.parametrize("block_size", [3, 4])  # the limit is inside a block, or its end
+def test_no_row_outgrows_the_limit(block_size):
+    h = harness(num_blocks=28, block_size=block_size)
+    assert h.allocate([0], 40, 40)
+    assert h.allocate([1], 5, 40)
+    h.misuse([("append", ([1, 0],), {}), ("append", ([1, 0], [1, 1]), {}), ("append", ([1], 36), {})])
+    h.check()
+    assert h.append([1], 35)
+
+
 def test_watermark_is_kept_from_swap_in():
     h = harness(num_blocks=10, watermark=0.2)
     assert h.allocate([0], 4 * 4, 40)

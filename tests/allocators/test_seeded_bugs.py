@@ -83,7 +83,7 @@ class SwapLosesSharing(BlockTier):
 class CopiesAreDropped(PagedSwapAllocator):
     def append(self, rows, num_tokens=1):
         grant = super().append(rows, num_tokens)
-        return None if grant is None else Grant()
+        return None if grant is None else Grant(slots=grant.slots)
 
 
 class CopiesReadTheWrongBlock(PagedSwapAllocator):
@@ -119,6 +119,22 @@ class SlotsEscape(PagedSwapAllocator):
         return self._device.tables[rows, positions // size] * size + positions % size
 
 
+class GrantsSlotsOfTheBlockBeforeItsCopy(PagedSwapAllocator):
+    def append(self, rows, num_tokens=1):
+        grant = super().append(rows, num_tokens)
+        for copies in grant.copies if grant else ():
+            for old, new, size in copies.ranges.tolist():
+                grant.slots[(grant.slots >= new) & (grant.slots < new + size)] -= new - old
+        return grant
+
+
+class GrantsSlotsInTheWrongOrder(BuddyAllocator):
+    def append(self, rows, num_tokens=1):
+        grant = super().append(rows, num_tokens)
+        grant.slots = np.sort(grant.slots)
+        return grant
+
+
 class BuddyNeverMerges(BuddyAllocator):
     def _merge(self, base, order):
         self._free[order][base] = None
@@ -143,7 +159,7 @@ class ForkCopiesOneTokenShort(StaticAllocator):
 class GroupPromptIsNotReplicated(StaticAllocator):
     def allocate(self, rows, num_tokens, *, max_tokens):
         grant = super().allocate(rows, num_tokens, max_tokens=max_tokens)
-        return None if grant is None else Grant()
+        return None if grant is None else Grant(slots=grant.slots)
 
 
 class GrowsBeyondReservation(BuddyAllocator):
@@ -178,6 +194,8 @@ ALLOCATORS = [
     BuddyOverlaps,
     ForkCopiesOneTokenShort,
     GroupPromptIsNotReplicated,
+    GrantsSlotsOfTheBlockBeforeItsCopy,
+    GrantsSlotsInTheWrongOrder,
     GrowsBeyondReservation,
 ]
 

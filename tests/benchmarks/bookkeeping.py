@@ -1,8 +1,9 @@
 """Times the allocators' bookkeeping: ``python -m tests.benchmarks.bookkeeping [--rounds N]``.
 
 For each allocator, pool size, context and batch, median and 90th percentile in microseconds of
-- step: ``append(rows)``, the new tokens' ``slots`` and, if paged, ``block_tables(rows)``;
-- admit: ``allocate`` of a 512-token prompt;
+- step: what a decode step asks for, ``append(rows)``, whose grant carries the new tokens' slots, and
+  ``block_tables(rows)`` (paged) or ``base_slots(rows)``;
+- admit: ``allocate`` of a 512-token prompt, whose grant carries the prompt's slots;
 - free: ``free`` of such a row.
 All cells are visited in turn, round after round, so that a disturbance of the machine falls on all of
 them alike; use a quiet core. Contexts are spread by a block around their mean: as in a running engine,
@@ -53,8 +54,8 @@ class Cell:
         lengths = self.context + rng.integers(-8, 8, self.batch)
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             assert self.allocator.allocate([row], length, max_tokens=MAX_TOKENS), "the pool is too small"
-        for lengths_now in lengths + np.arange(STEPS)[:, None]:
-            self.samples["step"].append(self._step(rows, lengths_now))
+        for _ in range(STEPS):
+            self.samples["step"].append(self._step(rows))
         self.allocator.free(rows[:1])
         for _ in range(STEPS):
             start = perf_counter_ns()
@@ -65,10 +66,9 @@ class Cell:
             self.samples["free"].append(perf_counter_ns() - admitted)
         self.allocator.free(rows[1:])
 
-    def _step(self, rows: np.ndarray, lengths: np.ndarray) -> int:
+    def _step(self, rows: np.ndarray) -> int:
         start = perf_counter_ns()
         self.allocator.append(rows)
-        self.allocator.slots(rows, lengths)
         if self.allocator.layout is Layout.PAGED:
             self.allocator.block_tables(rows)
         else:
