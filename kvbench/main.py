@@ -29,7 +29,7 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(CONFIG_DIR))
         return
-    sys.argv[1:] = [part for argument in sys.argv[1:] for part in _expand_model(argument)]
+    sys.argv[1:] = [part for argument in sys.argv[1:] for part in _expand(argument)]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach us instead of exiting with 1
     code = 0
     try:
@@ -49,8 +49,10 @@ def main() -> None:
     sys.exit(code)
 
 
-def _expand_model(argument: str) -> list[str]:
-    """``model=PATH_OR_HUB_ID`` is short for ``model=hf model.path=...``."""
+def _expand(argument: str) -> list[str]:
+    """``model=PATH_OR_HUB_ID`` is short for ``model=hf model.path=...``; every run is a multirun already."""
+    if argument in ("-m", "--multirun"):
+        return []
     key, _, value = argument.partition("=")
     if key == "model" and ("/" in value or Path(value).is_dir()):
         return ["model=hf", f"model.path={value}"]

@@ -48,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 def test_a_sweep_writes_complete_records_and_compares_them(run: Cli) -> None:
-    code, out, err = run(*TINY, "allocator=static,paged", "debug.audit=true")
+    code, out, err = run(*TINY, "-m", "allocator=static,paged", "debug.audit=true")
     assert code == 0, err
     assert "static" in out
     assert "identical in all 2 runs" in out
