@@ -65,7 +65,8 @@ class PagedAllocator(Allocator):
 
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
         rows, device = as_indices(rows), self._device
-        if isinstance(num_tokens, int) and num_tokens == 1:
+        is_scalar = isinstance(num_tokens, int)
+        if num_tokens == 1 if is_scalar else (self._token_counts(num_tokens, rows) == 1).all():
             slots = device.append_one(rows, self.pool.max_tokens)
             if slots is not None:
                 return Grant((), slots)
