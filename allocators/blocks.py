@@ -84,14 +84,15 @@ class BlockTier:
         self.vacant += count * self.block_size - num_tokens
         return slots
 
-    def append_one(self, rows: IntArray, max_tokens: int) -> IntArray | None:
+    def append_one(self, rows: IntArray, counts: IntArray, max_tokens: int) -> IntArray | None:
         """A decode step without exceptions: the slot of each row's next token.
 
-        None, with nothing changed, if the rows are not live, distinct and shorter than ``max_tokens``, if
-        one of them would write into a shared block, or if free blocks do not suffice.
+        None, with nothing changed, if the ``counts`` of new tokens are not all 1, if the rows are not live,
+        distinct and shorter than ``max_tokens``, if one of them would write into a shared block, or if free
+        blocks do not suffice.
         """
         slots = np.empty(rows.size, dtype=np.int64)
-        count = compiled.append_one(rows, *self._arrays, self.num_free, self.block_size, max_tokens, slots)
+        count = compiled.append_one(rows, counts, *self._arrays, self.num_free, self.block_size, max_tokens, slots)
         if count < 0:
             return None
         self.num_free -= count

@@ -15,18 +15,24 @@ _BOOL = types.boolean[::1]
 
 
 @numba.njit(
-    types.int64(_ROWS, _INT64, _INT64, _TABLES, _INT32, _BOOL, _INT64, types.int64, types.int64, types.int64, _INT64),
+    types.int64(
+        _ROWS, _ROWS, _INT64, _INT64, _TABLES, _INT32, _BOOL, _INT64, types.int64, types.int64, types.int64, _INT64
+    ),
     cache=True,
 )
-def append_one(rows, lengths, extents, tables, references, owns_tail, free, num_free, block_size, max_tokens, slots):
+def append_one(
+    rows, counts, lengths, extents, tables, references, owns_tail, free, num_free, block_size, max_tokens, slots
+):
     """One more token for each of the rows, in the ordinary case: how many blocks were taken, or -1.
 
-    -1, with nothing changed, if a row is out of range, named twice, without tokens or full, if a row would
-    write into a shared block, or if free blocks do not suffice.
+    -1, with nothing changed, if a count is not 1, if a row is out of range, named twice, without tokens or
+    full, if a row would write into a shared block, or if free blocks do not suffice.
     slots: int64 ``[n]``, receives the new tokens' slots.
     """
     num_checked = num_new = 0
-    for row in rows:
+    for i, row in enumerate(rows):
+        if counts[i] != 1:
+            break
         if not 0 <= row < lengths.size or not 0 < lengths[row] < max_tokens:
             break
         if lengths[row] == extents[row]:

@@ -52,6 +52,7 @@ class PagedAllocator(Allocator):
                 f"block_size from {block_size} to at most {pool.num_slots}"
             )
         self.block_size = block_size
+        self._ones = np.ones(pool.max_rows, dtype=np.int64)
         self._device = BlockTier(pool.num_slots // block_size, block_size, pool.max_rows, pool.max_tokens)
         # Rounded up, but not by the noise of a product that is whole: 0.07 * 100 is 7.000000000000001.
         self._watermark = max(math.ceil(watermark * self._device.num_blocks - 1e-9), int(watermark > 0))
@@ -65,8 +66,9 @@ class PagedAllocator(Allocator):
 
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:
         rows, device = as_indices(rows), self._device
-        if isinstance(num_tokens, int) and num_tokens == 1:
-            slots = device.append_one(rows, self.pool.max_tokens)
+        counts = self._ones[: rows.size] if isinstance(num_tokens, int) and num_tokens == 1 else num_tokens
+        if isinstance(counts, np.ndarray) and counts.shape == rows.shape:
+            slots = device.append_one(rows, as_indices(counts), self.pool.max_tokens)
             if slots is not None:
                 return Grant((), slots)
         rows, lengths = self._live_rows(rows, device.lengths)
