@@ -1,4 +1,4 @@
-# mypy: disable-error-code="call-arg, var-annotated, empty-body, misc"
+# mypy: disable-error-code="call-arg, var-annotated"
 # (numba's decorators change signatures in ways that its stubs do not tell)
 """What a decoder layer does between its products, each in one pass over a few rows that are in the caches.
 

@@ -36,6 +36,7 @@ def obstacle(model: PreTrainedModel) -> str | None:
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         return f"{type(model).__name__} has no list of layers"
+    layer: Any
     for layer in layers:
         if type(layer) not in _WINDOWS:
             legal = ", ".join(kind.__name__ for kind in _WINDOWS)
@@ -56,8 +57,10 @@ def use_lean_layers(model: PreTrainedModel) -> None:
     Raises ConfigError if the model then gives other logits.
     """
 
+    decoder: Any = model.base_model
+
     def replace() -> None:
-        model.base_model.layers = nn.ModuleList([LeanLayers(model.base_model.layers)])
+        decoder.layers = nn.ModuleList([LeanLayers(decoder.layers)])
 
     check_unchanged(model, replace, "executor.layers: lean")
 
