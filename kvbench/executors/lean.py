@@ -82,6 +82,25 @@ class _Layer:
     down: PackedWeight
 
 
+class _Buffers:
+    """What every layer of one step writes: tensors, and with a name ending in ``_`` the same memory as an array."""
+
+    def __init__(self, hidden: Tensor, layer: _Layer, num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        self.num_tokens = len(hidden)
+        self.hidden = hidden.clone(memory_format=torch.contiguous_format)  # the residual stream
+        self.normed = self._new(layer.qkv.in_features)
+        self.qkv = self._new(layer.qkv.out_features)
+        self.gate_up = self._new(layer.gate_up.out_features)
+        self.gated = self._new(layer.down.in_features)
+        self.delta = self._new(layer.down.out_features)  # what a layer's half adds to the residual stream
+        heads = self.qkv.view(self.num_tokens, -1, head_dim)
+        self.query, self.key, self.value = heads.split([num_query_heads, num_kv_heads, num_kv_heads], dim=1)
+        self.hidden_, self.normed_, self.delta_, self.heads_ = map(array, (self.hidden, self.normed, self.delta, heads))
+
+    def _new(self, num_features: int) -> Tensor:
+        return self.hidden.new_empty(self.num_tokens, num_features)
+
+
 class LeanLayers(nn.Module):
     """All decoder layers of a model, called as ``transformers`` calls one. Empties the given list of its layers."""
 
@@ -105,37 +124,23 @@ class LeanLayers(nn.Module):
         **unused: Any,
     ) -> Tensor:
         """hidden_states: ``[1, T, hidden_size]``; like it. position_embeddings: cosines, sines ``[1, T, head_dim]``."""
-        hidden = hidden_states[0].clone(memory_format=torch.contiguous_format)
         cos, sin = (array(part[0].contiguous()) for part in position_embeddings)
-        first = self._layers[0]
-        num_heads = self.num_query_heads + 2 * self.num_kv_heads
-        num_tokens = len(hidden)
-
-        normed, delta = torch.empty_like(hidden), torch.empty_like(hidden)
-        qkv = hidden.new_empty(num_tokens, num_heads * self.head_dim)
-        gate_up = hidden.new_empty(num_tokens, first.gate_up.out_features)
-        gated = hidden.new_empty(num_tokens, first.down.in_features)
-        residual_, normed_, delta_ = array(hidden), array(normed), array(delta)
-        heads = qkv.view(num_tokens, num_heads, self.head_dim)
-        heads_ = array(heads)
-        query, key, value = heads.split([self.num_query_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         num_rotated = self.num_query_heads + self.num_kv_heads
-
-        rms_norm(residual_, first.input_norm, first.input_epsilon, normed_)
-        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
-            linear(normed, layer.qkv, out=qkv)
-            rotary(heads_, num_rotated, cos, sin)
-            attended = kv_step.attend(layer.index, query, key, value, layer.scale, layer.window, 0.0)
-            linear(attended.view(num_tokens, -1), layer.output, out=delta)
-            add_rms_norm(residual_, delta_, layer.mlp_norm, layer.mlp_epsilon, normed_)
-            linear(normed, layer.gate_up, out=gate_up)
-            silu_mul(gate_up, gated)
-            linear(gated, layer.down, out=delta)
-            if following is None:
-                hidden += delta
-            else:
-                add_rms_norm(residual_, delta_, following.input_norm, following.input_epsilon, normed_)
-        return hidden[None]
+        first, *others = self._layers
+        b = _Buffers(hidden_states[0], first, self.num_query_heads, self.num_kv_heads, self.head_dim)
+        rms_norm(b.hidden_, first.input_norm, first.input_epsilon, b.normed_)
+        for layer, following in zip(self._layers, [*others, None], strict=True):
+            linear(b.normed, layer.qkv, out=b.qkv)
+            rotary(b.heads_, num_rotated, cos, sin)
+            attended = kv_step.attend(layer.index, b.query, b.key, b.value, layer.scale, layer.window, 0.0)
+            linear(attended.view(b.num_tokens, -1), layer.output, out=b.delta)
+            add_rms_norm(b.hidden_, b.delta_, layer.mlp_norm, layer.mlp_epsilon, b.normed_)
+            linear(b.normed, layer.gate_up, out=b.gate_up)
+            silu_mul(b.gate_up, b.gated)
+            linear(b.gated, layer.down, out=b.delta)
+            if following is not None:  # its first norm is computed with this layer's last sum
+                add_rms_norm(b.hidden_, b.delta_, following.input_norm, following.input_epsilon, b.normed_)
+        return (b.hidden + b.delta)[None]
 
 
 def _packed(layer: Any) -> _Layer:

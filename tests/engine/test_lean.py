@@ -67,6 +67,16 @@ def test_a_change_of_the_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         lean.use_lean_layers(model)
 
 
+@pytest.mark.parametrize("changed", [{"index": 0}, {"window": 5}])
+def test_other_calls_of_attention_are_refused(changed: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    inspect(model)
+    packed = lean._packed
+    monkeypatch.setattr(lean, "_packed", lambda layer: dataclasses.replace(packed(layer), **changed))
+    with pytest.raises(ConfigError, match=r"executor.layers: lean calls attention otherwise than LlamaForCausalLM"):
+        lean.use_lean_layers(model)
+
+
 def test_choice() -> None:
     cfg = Config()
     assert job._layers(cfg, Linear.panels, None) is Layers.lean
