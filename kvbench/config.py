@@ -54,6 +54,14 @@ class Linear(Enum):
     panels = "panels"  # kernels.cpu_linear
 
 
+class Layers(Enum):
+    """How the model's decoder layers are computed."""
+
+    auto = "auto"  # lean where linear layers are panels and the model's layers allow it, else model
+    model = "model"  # by transformers
+    lean = "lean"  # kvbench.executors.lean
+
+
 class Dtype(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -84,6 +92,7 @@ class ExecutorConfig:
     name: str = MISSING
     kernels: str = "auto"
     linear: Linear = Linear.auto
+    layers: Layers = Layers.auto
 
 
 @dataclass

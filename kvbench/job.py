@@ -16,10 +16,10 @@ import kernels
 from kvbench import models, workload
 from kvbench.allocator import Allocator, AllocatorConfigError, Capability, Pool
 from kvbench.beam import BeamSearch
-from kvbench.config import Config, DeviceKind, Dtype, Linear, Oversized, Preemption, Reservation
+from kvbench.config import Config, DeviceKind, Dtype, Layers, Linear, Oversized, Preemption, Reservation
 from kvbench.engine import Engine
 from kvbench.errors import ConfigError
-from kvbench.executors import inspection
+from kvbench.executors import inspection, lean
 from kvbench.executors.packing import OneDNNLinear, PanelLinear, has_bfloat16, pack_linears
 from kvbench.executors.storage import KVStorage
 from kvbench.executors.torch_executor import TorchExecutor
@@ -52,7 +52,7 @@ def validate(cfg: Config) -> None:
             raise ConfigError(f"{setting}: {value} is not an integer from {least} to {most}")
     if cfg.scheduler.force_preemption_every in (1,) or cfg.scheduler.force_preemption_every < 0:
         raise ConfigError("scheduler.force_preemption_every: use 0 (never) or 2 and more")
-    _linear(cfg, choose_device(cfg.device.name))
+    _layers(cfg, _linear(cfg, choose_device(cfg.device.name)), obstacle=None)
     workload.validate(cfg.workload)
     _validate_allocator(cfg)
 
@@ -115,6 +115,9 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     model: PreTrainedModel = loaded.model.to(device)  # type: ignore[arg-type]
     geometry = inspection.inspect(model)
     linear = _linear(cfg, device)
+    layers = _layers(cfg, linear, lean.obstacle(model))
+    if layers is Layers.lean:
+        lean.use_lean_layers(model)
     if linear is not Linear.torch:
         pack_linears(model, PanelLinear if linear is Linear.panels else OneDNNLinear)
     bytes_per_slot = geometry.bytes_per_slot(dtype)
@@ -147,6 +150,7 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
         "model": loaded.provenance,
         "kernels": implementation,
         "linear": linear.value,
+        "layers": layers.value,
         "geometry": asdict(geometry),
         "bytes_per_slot": bytes_per_slot,
         "pool": asdict(pool),
@@ -170,6 +174,18 @@ def _linear(cfg: Config, device: torch.device) -> Linear:
         raise ConfigError(
             f"executor.linear: {chosen.value} needs device=cpu and dtype=float32 or bfloat16; use auto or torch"
         )
+    return chosen
+
+
+def _layers(cfg: Config, linear: Linear, obstacle: str | None) -> Layers:
+    """How decoder layers are computed; ``obstacle``: what stands in the way of lean ones in the model itself."""
+    chosen = cfg.executor.layers
+    if linear is not Linear.panels:
+        obstacle = f"linear layers are {linear.value}, not panels (executor.linear)"
+    if chosen is Layers.lean and obstacle:
+        raise ConfigError(f"executor.layers: lean cannot be had: {obstacle}; use auto or model")
+    if chosen is Layers.auto:
+        return Layers.model if obstacle else Layers.lean
     return chosen
 
 

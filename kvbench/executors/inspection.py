@@ -1,6 +1,6 @@
 """Which models the engine can decode: a probe at start instead of wrong tokens later."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,14 +76,13 @@ def inspect(model: PreTrainedModel) -> Geometry:
     name = type(model).__name__
     for feature in _declared_gaps(config):
         raise ConfigError(f"model: {name} needs {feature}, which kvbench's kernels lack; choose another model")
-    ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] * 7 % config.vocab_size
-    expected = _eager_logits(model, ids)
+    expected = _eager_logits(model)
     probe = _Probe()
     with _refusing(name):
         model.set_attn_implementation(NAME)
-        got = _forward(model, ids, kv_step=probe)
+        got = _forward(model, kv_step=probe)
     _check_reached(name, probe, config)
-    error = float((got - expected).norm() / expected.norm())
+    error = _relative_error(got, expected)
     if not error < _TOLERANCE[model.dtype]:
         raise ConfigError(
             f"model: {name} gives other logits through kvbench's attention (relative error {error:.1e}): "
@@ -91,6 +90,26 @@ def inspect(model: PreTrainedModel) -> Geometry:
         )
     heads, kv_heads, head_dim, _ = next(iter(probe.shapes))
     return Geometry(config.num_hidden_layers, heads, kv_heads, head_dim)
+
+
+@torch.inference_mode()
+def check_unchanged(model: PreTrainedModel, change: Callable[[], None], setting: str) -> None:
+    """Make a change that must leave an inspected ``model``'s calls of attention as they are, and its logits.
+
+    Raises ConfigError naming ``setting``, which asked for the change; logits may differ by what the dtype allows.
+    """
+    before, after = _Probe(), _Probe()
+    expected = _forward(model, kv_step=before)
+    change()
+    error = _relative_error(_forward(model, kv_step=after), expected)
+    if before != after:
+        raise ConfigError(f"{setting} calls attention otherwise than {type(model).__name__}: {after}, not {before}")
+    if not error < _TOLERANCE[model.dtype]:
+        raise ConfigError(f"{setting} changes the logits of {type(model).__name__} (relative error {error:.1e})")
+
+
+def _relative_error(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
 
 
 def _declared_gaps(config: Any) -> Iterator[str]:
@@ -128,18 +147,18 @@ def _slides(config: Any) -> bool:
     return "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
 
 
-def _eager_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _eager_logits(model: PreTrainedModel) -> Tensor:
     with _refusing(type(model).__name__):
         model.set_attn_implementation("eager")
-        return _forward(model, ids)
+        return _forward(model)
 
 
-def _forward(model: PreTrainedModel, ids: Tensor, **extra: Any) -> Tensor:
-    """Logits of the last two tokens, float32 ``[2, vocab]``: as the engine will ask for them."""
-    length = ids.shape[1]
-    keep = torch.tensor([length - 2, length - 1], device=ids.device)
-    positions = torch.arange(length, device=ids.device)[None]
-    out = model(ids, position_ids=positions, use_cache=False, logits_to_keep=keep, **extra)
+def _forward(model: PreTrainedModel, **extra: Any) -> Tensor:
+    """Logits of the probe's last two tokens, float32 ``[2, vocab]``: as the engine will ask for them."""
+    positions = torch.arange(_PROBE_TOKENS, device=model.device)
+    ids = positions[None] * 7 % model.config.get_text_config().vocab_size
+    keep = positions[-2:]
+    out = model(ids, position_ids=positions[None], use_cache=False, logits_to_keep=keep, **extra)
     return out.logits[0].float()
 
 

@@ -6,6 +6,7 @@ at decode batch sizes that costs more than the product. Here each weight is pack
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -65,40 +66,50 @@ class OneDNNLinear(nn.Module):
         return out.to(self.out_dtype)
 
 
+@dataclass
+class _Stash:
+    """What a projection's sibling computed for it; no attribute of a module, where an assignment takes 5 us."""
+
+    input: Tensor | None = None
+    output: Tensor | None = None
+
+
 class _First(nn.Module):
     """The first of several projections of one input: computes all, keeps the others for their turn."""
 
-    def __init__(self, fused: nn.Module, sizes: list[int], others: "list[_Other]") -> None:
+    def __init__(self, fused: nn.Module, sizes: list[int], stashes: list[_Stash]) -> None:
         super().__init__()
-        self._fused, self._sizes, self._others = fused, sizes, others
+        self._fused, self._sizes, self._stashes = fused, sizes, stashes
 
     def forward(self, x: Tensor) -> Tensor:
         first, *rest = self._fused(x).split(self._sizes, dim=-1)
-        for other, part in zip(self._others, rest, strict=True):
-            other.input, other.output = x, part
+        for stash, part in zip(self._stashes, rest, strict=True):
+            stash.input, stash.output = x, part
         return first
 
 
 class _Other(nn.Module):
     """Hands out what :class:`_First` computed for the same input."""
 
-    input: Tensor | None = None
-    output: Tensor | None = None
+    def __init__(self, stash: _Stash) -> None:
+        super().__init__()
+        self._stash = stash
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.output
-        if self.input is not x or output is None:
+        stash = self._stash
+        output = stash.output
+        if stash.input is not x or output is None:
             raise RuntimeError("a fused projection was given another input than its siblings")
-        self.input = self.output = None
+        stash.input = stash.output = None
         return output
 
 
 def _fuse(parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear], make: MakeLinear) -> None:
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    others = [_Other() for _ in names[1:]]
-    first = _First(make(weight, bias), [layer.out_features for layer in layers], others)
-    for name, layer in zip(names, [first, *others], strict=True):
+    stashes = [_Stash() for _ in names[1:]]
+    first = _First(make(weight, bias), [layer.out_features for layer in layers], stashes)
+    for name, layer in zip(names, [first, *map(_Other, stashes)], strict=True):
         setattr(parent, name, layer)
 
 

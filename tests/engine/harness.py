@@ -1,5 +1,6 @@
 """Serving a handful of requests on a model, and what ``transformers`` says the tokens should be."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvbench.beam import BeamSearch
 from kvbench.config import Preemption, Reservation, SchedulerConfig
 from kvbench.engine import Engine
 from kvbench.executors.inspection import inspect
+from kvbench.executors.lean import use_lean_layers
 from kvbench.executors.storage import KVStorage
 from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.group import Group
@@ -48,6 +50,7 @@ class Setting:
     preemption: Preemption = Preemption.auto
     force_preemption_every: int = 0
     implementation: str = "cpu"
+    lean: bool = False
     options: dict[str, Any] | None = None
 
 
@@ -64,6 +67,9 @@ def serve(
 ) -> Served:
     """Run the real engine over ``requests``, auditing every slot at every step."""
     geometry = inspect(model)
+    if setting.lean:
+        model = copy.deepcopy(model)
+        use_lean_layers(model)
     kind, policy = ALLOCATORS[setting.allocator]
     swaps = Capability.SWAP in kind.supports
     pool = Pool(setting.num_slots, setting.max_rows, setting.max_tokens, setting.num_host_slots if swaps else 0)
