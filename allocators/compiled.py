@@ -83,3 +83,37 @@ def place(rows, lengths, extents, tables, references, owns_tail, free, num_free,
         extents[row] = num_blocks * block_size
     owns_tail[rows[0]] = True
     return num_blocks
+
+
+@numba.njit(
+    types.int64(
+        _ROWS, _INT64, _INT64, _TABLES, _INT32, _BOOL, _INT64, types.int64, types.int64, _INT64, types.int64[:, ::1]
+    ),
+    cache=True,
+)
+def grow(rows, lengths, extents, tables, references, owns_tail, free, num_free, block_size, taken, capacities):
+    """As many decode steps as fit, at most ``taken.size``, of live and distinct rows: how many.
+
+    Stops before a step for which free blocks do not suffice; takes none if a row would write into a shared
+    block. taken: int64 ``[steps]``, receives the blocks each step took; capacities: int64 ``[steps, n]``.
+    """
+    for row in rows:
+        if lengths[row] < extents[row] and references[tables[row, lengths[row] // block_size]] > 1:
+            return 0
+    for step in range(taken.size):
+        num_new = 0
+        for row in rows:
+            num_new += lengths[row] == extents[row]
+        if num_new > num_free:
+            return step
+        for i, row in enumerate(rows):
+            if lengths[row] == extents[row]:
+                num_free -= 1
+                tables[row, lengths[row] // block_size] = free[num_free]
+                references[free[num_free]] = 1
+                extents[row] += block_size
+                owns_tail[row] = True
+            lengths[row] += 1
+            capacities[step, i] = extents[row]
+        taken[step] = num_new
+    return taken.size

@@ -15,6 +15,7 @@ from kvbench.allocator import (
     Capability,
     Copies,
     Grant,
+    Growth,
     IntArray,
     Layout,
     Pool,
@@ -81,6 +82,24 @@ class ContiguousAllocator(Allocator):
         self._lengths[rows] = grown
         self._token_states += int(grown.sum() - lengths.sum())
         return Grant(slots=consecutive(self._base[rows] + lengths, counts))
+
+    def grow(self, rows: IntArray, num_steps: int) -> Growth | None:
+        room = self._capacity[rows] - self._lengths[rows]
+        num_steps = min(num_steps, int(room.min(initial=0)))
+        if num_steps < 1:
+            return None
+        usage = self.usage()
+        written = np.arange(1, num_steps + 1) * rows.size
+        self._lengths[rows] += num_steps
+        self._token_states += num_steps * rows.size
+        return Growth(
+            token_states=usage.token_states + written,
+            vacant=usage.vacant - written,
+            free=np.full(num_steps, usage.free),
+            withheld=np.zeros(num_steps, np.int64),
+            mapped=np.full(num_steps, usage.mapped),
+            capacities=np.broadcast_to(self._capacity[rows], (num_steps, rows.size)),
+        )
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
         parents, lengths = self._live_rows(parents, self._lengths)

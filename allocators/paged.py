@@ -13,6 +13,7 @@ from kvbench.allocator import (
     Capability,
     Copies,
     Grant,
+    Growth,
     IntArray,
     Layout,
     Pool,
@@ -90,6 +91,25 @@ class PagedAllocator(Allocator):
         device.lengths[rows] += counts
         device.vacant -= int(counts.sum())
         return Grant(copies, device.slots_at(np.repeat(rows, counts), consecutive(lengths, counts)))
+
+    def grow(self, rows: IntArray, num_steps: int) -> Growth | None:
+        device = self._device
+        before = self.usage()
+        room = self.pool.max_tokens - int(device.lengths[rows].max(initial=0))
+        taken, capacities = device.grow(rows, max(0, min(num_steps, room)))
+        if not taken.size:
+            return None
+        written = np.arange(1, taken.size + 1) * rows.size
+        taken_slots = taken.cumsum() * self.block_size
+        free = before.free - taken_slots
+        return Growth(
+            token_states=before.token_states + written,
+            vacant=before.vacant + taken_slots - written,
+            free=free,
+            withheld=np.minimum(self._watermark * self.block_size, free),
+            mapped=before.mapped + taken_slots,
+            capacities=capacities,
+        )
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
         parents, _ = self._live_rows(parents, self._device.lengths)

@@ -24,12 +24,20 @@ class Attribution:
 
     def observe(self, step: int, rows: IntArray, uids: IntArray, capacity: IntArray) -> None:
         """The rows on the device during ``step``, and the tokens each has room for; all others hold nothing."""
-        gone = np.setdiff1d(np.flatnonzero(self._capacity), rows, assume_unique=True)
+        held = self._capacity > 0
+        held[rows] = False
         reused = rows[(self._uid[rows] != uids) & (self._capacity[rows] > 0)]
-        self._note(step, np.concatenate([gone, reused]), 0)
+        self._note(step, np.concatenate([np.flatnonzero(held), reused]), 0)
         changed = self._capacity[rows] != capacity
         self._uid[rows] = uids
         self._note(step, rows[changed], capacity[changed])
+
+    def observe_many(self, step: int, rows: IntArray, uids: IntArray, capacities: IntArray) -> None:
+        """The same of consecutive steps from ``step`` on, with the same rows. capacities: ``[steps, rows]``."""
+        self.observe(step, rows, uids, capacities[0])
+        later, which = np.nonzero(capacities[1:] != capacities[:-1])
+        self._note(step + 1 + later, rows[which], capacities[1:][later, which])
+        self._capacity[rows] = capacities[-1]
 
     def end(self, uid: int, num_tokens: int) -> None:
         """Sequence ``uid`` ended having written ``num_tokens`` slots."""
@@ -50,7 +58,7 @@ class Attribution:
         np.add.at(change, until, -never)
         return np.cumsum(change[:-1])
 
-    def _note(self, step: int, rows: IntArray, capacity: IntArray | int) -> None:
+    def _note(self, step: int | IntArray, rows: IntArray, capacity: IntArray | int) -> None:
         if len(rows):
             self._capacity[rows] = capacity
             event = np.empty((len(rows), 3), np.int64)

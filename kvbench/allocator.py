@@ -131,6 +131,26 @@ class Usage:
         return self.token_states + self.vacant
 
 
+@dataclass(frozen=True)
+class Growth:
+    """``num_steps`` decode steps taken at once; index ``i`` is the pool after the ``i``-th of them.
+
+    token_states, vacant, free, withheld, mapped: int64 ``[num_steps]``, as in :class:`Usage`.
+    capacities: int64 ``[num_steps, n]``, of the rows that grew.
+    """
+
+    token_states: IntArray
+    vacant: IntArray
+    free: IntArray
+    withheld: IntArray
+    mapped: IntArray
+    capacities: IntArray
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.free)
+
+
 class Allocator(ABC):
     """Verbs take row arrays (int64 ``[n]``, distinct unless said otherwise). See the module docs."""
 
@@ -151,7 +171,8 @@ class Allocator(ABC):
         slots are those of ``rows[0]``'s prompt.
         ``max_tokens``: the most tokens any of the rows will ever hold (``num_tokens <= max_tokens <=
         pool.max_tokens``); allocators with RESERVES_GROWTH take room for it now, others ignore it.
-        Keeps the watermark, unless the pool is empty. All or nothing.
+        Keeps the watermark, unless the pool is empty. All or nothing. What was refused stays refused
+        until rows are freed or swapped out: appends and forks never make room.
         """
 
     @abstractmethod
@@ -162,6 +183,15 @@ class Allocator(ABC):
         in place. May use the watermark's slots. All or nothing over the batch. Misuse: a row that
         would outgrow its reservation (RESERVES_GROWTH) or ``pool.max_tokens``.
         """
+
+    def grow(self, rows: IntArray, num_steps: int) -> Growth | None:
+        """Up to ``num_steps`` appends of one token to every row, with the effect of calling :meth:`append`
+        as often; stops before the first that would be refused, need a copy or be misuse. None: not even one.
+
+        For time that is computed, where thousands of steps need no decision. Optional: an allocator that
+        leaves it out is stepped one by one.
+        """
+        return None
 
     @abstractmethod
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:

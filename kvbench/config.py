@@ -32,6 +32,13 @@ class Preemption(Enum):
     recompute = "recompute"
 
 
+class Batching(Enum):
+    """When waiting groups are admitted."""
+
+    continuous = "continuous"  # whenever there is room: iteration-level scheduling
+    static = "static"  # when the running batch has ended, as many as fit: request-level scheduling
+
+
 class Oversized(Enum):
     """What to do with a request that an empty pool could never hold."""
 
@@ -99,6 +106,7 @@ class ExecutorConfig:
 class SchedulerConfig:
     max_num_seqs: int = 256
     max_batched_tokens: int = 2560
+    batching: Batching = Batching.continuous
     preemption: Preemption = Preemption.auto
     oversized: Oversized = Oversized.error
     force_preemption_every: int = 0

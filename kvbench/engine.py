@@ -1,5 +1,6 @@
 """The engine: admit, grow (preempt until it fits), copy, run, sample, retire, record."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -42,6 +43,7 @@ class Engine:
         self.eos = eos
         self._on_finish = on_finish
         self._audit = audit
+        self._can_leap = executor.foresee(1, 1, 1) is not None
 
     def run(self, groups: Iterable[Group]) -> float:
         """Serve ``groups`` (sorted by arrival); returns the time at which the last one ended, in seconds."""
@@ -49,11 +51,13 @@ class Engine:
         self.executor.start()
         while arrivals or self.scheduler.has_work:
             self._receive(arrivals)
-            if self.scheduler.has_work:
+            next_s = arrivals[0].request.arrival_s if arrivals else math.inf
+            if not self.scheduler.has_work:
+                if arrivals:
+                    self.recorder.step(Decision(), self.executor.now(), "idle")
+                    self.executor.wait_until(next_s)
+            elif not (self._can_leap and self._leap(next_s)):
                 self._step()
-            elif arrivals:
-                self.recorder.step(Decision(), self.executor.now(), "idle")
-                self.executor.wait_until(arrivals[0].request.arrival_s)
         return self.executor.now()
 
     def _receive(self, arrivals: deque[Group]) -> None:
@@ -69,14 +73,45 @@ class Engine:
         decision = self.scheduler.schedule()
         if self._audit:
             self._check()
-        record = self.recorder.step(decision, start_s, "prefill" if decision.is_prefill else "decode")
+        step = self.recorder.step(decision, start_s, "prefill" if decision.is_prefill else "decode")
         plan, rows_to_fill = self._plan(decision)
-        record["schedule_s"] = self.executor.now() - start_s
+        planned_s = self.executor.now()
         for group in decision.groups:
             group.admitted_s = start_s if group.admitted_s is None else group.admitted_s
         output = self.executor.run(plan)
-        record.update({f"{part}_s": seconds for part, seconds in output.seconds.items()})
+        self.recorder.timed(step, {"schedule": planned_s - start_s} | output.seconds)
         self._accept(decision, plan, rows_to_fill, output)
+
+    def _leap(self, until_s: float) -> bool:
+        """Take at once all steps before ``until_s`` that need no decision, with the effect of taking them one
+        by one. False, with nothing done, if the very next one needs one.
+        """
+        num_steps = self.scheduler.quiet_steps()
+        if not num_steps:
+            return False
+        table, rows = self.table, self.scheduler.running_rows
+        seconds = self.executor.foresee(len(rows), int(table.length[rows].sum()), num_steps)
+        assert seconds is not None
+        times = np.cumsum(np.concatenate([[self.executor.now()], seconds]))  # when each step starts, and the end
+        growth = self.allocator.grow(rows, int(np.searchsorted(times[:-1], until_s)))
+        if growth is None:
+            return False
+        count = growth.num_steps
+        self.recorder.leap(growth, times[:count], seconds[:count], *self.scheduler.refusals(growth))
+        self.executor.wait_until(times[count])
+        table.computed[rows] += count
+        table.length[rows] += count
+        ends = times[1 : count + 1].tolist()
+        for group in self.scheduler.running:
+            group.token_times_s.extend(ends)
+        if self._audit:
+            self._check()
+        ending = np.zeros(self.allocator.pool.max_rows, bool)
+        ending[rows] = table.length[rows] == table.limit[rows]
+        if ending.any():
+            for group in list(self.scheduler.running):
+                self._end_sequences(group, ending[group.rows])
+        return True
 
     def _check(self) -> None:
         """Every slot of the pool is accounted for, by the allocator and in its summary."""
@@ -164,7 +199,7 @@ class Engine:
                 group.token_times_s.append(now)
                 if group.beam is not None:
                     self._advance_beams(group, *beams.of(group))
-                elif ended.any() and ending[group.rows].any():
+                elif ended.any():
                     self._end_sequences(group, ending[group.rows])
 
     def _advance_beams(self, group: Group, log_probs: FloatArray, token_ids: IntArray) -> None:
@@ -192,19 +227,21 @@ class Engine:
         rows[is_copy] = dead
         old, group.rows = group.rows, rows
         if len(dead):
-            self.allocator.free(dead)
+            self.scheduler.release(dead)
             self.scheduler.fork(group, old[parents[is_copy]], dead)
 
     def _end_sequences(self, group: Group, which: NDArray[np.bool_]) -> None:
         """End the group's rows where ``which``, and the group with its last row."""
         table = self.table
+        if not which.any():
+            return
         rows, group.rows = group.rows[which], group.rows[~which]
         for row in rows:
             self.recorder.end_sequence(int(table.uid[row]), int(table.computed[row]))
             if group.beam is None:
                 generated = table.tokens[row, group.prompt_length : table.length[row]]
                 group.outputs[int(table.member[row])] = generated.astype(np.int64)
-        self.allocator.free(rows)
+        self.scheduler.release(rows)
         table.release(rows)
         if len(group.rows) == 0:
             self.scheduler.retire(group)

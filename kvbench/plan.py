@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from kvbench.allocator import Copies, IntArray
 
+Seconds = NDArray[np.float64]
+
 
 @dataclass
 class SampleSpec:
@@ -76,7 +78,12 @@ class StepOutput:
 
 
 class Executor(Protocol):
-    """Runs step plans and owns the clock."""
+    """Runs step plans and owns the clock.
+
+    draws_tokens: its tokens come out of a model; otherwise they are placeholders and not recorded.
+    """
+
+    draws_tokens: bool
 
     def start(self) -> None:
         """Set the clock to zero."""
@@ -89,3 +96,11 @@ class Executor(Protocol):
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Execute one step."""
+
+    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int) -> Seconds | None:
+        """Seconds of each of the next ``num_steps`` steps in which ``num_rows`` rows decode one token each
+        and nothing else happens, float64 ``[num_steps]``; :meth:`run` would take exactly as long.
+
+        kv_tokens: tokens whose KV the first of them reads, its new ones included.
+        None where time is measured, not computed: such steps cannot be leapt over.
+        """

@@ -1,18 +1,29 @@
 """What happened in a run: one record per step and one per request."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from kvbench.accounting import Attribution
-from kvbench.allocator import Allocator
+from kvbench.allocator import Allocator, Growth
 from kvbench.group import Group, Status
+from kvbench.plan import Seconds
 from kvbench.scheduler import Decision, Scheduler
 from kvbench.sequences import SequenceTable
+from kvbench.step_table import StepTable
 
 SECONDS = ("schedule_s", "copy_s", "model_s", "sample_s")
 PARTS = ("token_states", "reservation", "internal_fragmentation", "rounding", "free")
+KINDS = ("idle", "prefill", "decode")
+_CAUSES = ("cow", "fork", "prompt", "swap_out", "swap_in")
+_COLUMNS = (
+    *("start_s", "kind", "num_running", "num_sequences", "num_waiting", "num_preempted", "num_new_tokens", "refused"),
+    *("token_states", "vacant", "rounding", "free", "stranded", "mapped", "host_held"),
+    *("num_preemptions", "num_recomputed_tokens", *(f"{cause}_slots" for cause in _CAUSES), *SECONDS),
+)
 
 
 class Recorder:
@@ -20,58 +31,81 @@ class Recorder:
 
     A step's record describes the pool while its model ran, and holds until the next record: weighted by
     duration, records average to exactly what the pool looked like over time, idle gaps included.
+
+    keep_tokens: whether requests' records hold what was generated.
     """
 
-    def __init__(self, allocator: Allocator, scheduler: Scheduler, table: SequenceTable) -> None:
+    def __init__(
+        self, allocator: Allocator, scheduler: Scheduler, table: SequenceTable, *, keep_tokens: bool = True
+    ) -> None:
         self._allocator = allocator
         self._scheduler = scheduler
         self._table = table
+        self._keep_tokens = keep_tokens
         self._attribution = Attribution(allocator.pool.max_rows)
-        self._steps: list[dict[str, Any]] = []
-        self._groups: list[Group] = []
+        self._steps = StepTable(_COLUMNS)
+        self._requests: list[dict[str, Any]] = []
 
-    def step(self, decision: Decision, start_s: float, kind: str) -> dict[str, Any]:
-        """Record the pool as the step's model is about to see it; the engine adds the times."""
-        running = self._scheduler.running
-        rows = np.concatenate([np.empty(0, np.int64), *(group.rows for group in running)])
-        capacity = self._allocator.capacity(rows)
-        self._attribution.observe(len(self._steps), rows, self._table.uid[rows], capacity)
+    def step(self, decision: Decision, start_s: float, kind: str) -> int:
+        """Record the pool as the step's model is about to see it; the record's index, see :meth:`timed`."""
+        rows = self._scheduler.running_rows
+        self._attribution.observe(len(self._steps), rows, self._table.uid[rows], self._allocator.capacity(rows))
         usage = self._allocator.usage()
-        record = {
-            "start_s": start_s,
-            "kind": kind,
-            "num_running": len(running),
-            "num_sequences": len(rows),
-            "num_waiting": len(self._scheduler.waiting),
-            "num_preempted": len(self._scheduler.preempted),
-            "num_new_tokens": sum(int(new.sum()) for new in decision.num_new),
-            "refused": decision.refused,
-            "token_states": usage.token_states,
-            "vacant": usage.vacant,
+        return self._steps.append(
+            (
+                *(start_s, KINDS.index(kind), *self._queues(len(rows))),
+                *(sum(int(new.sum()) for new in decision.num_new), decision.refused),
+                *(usage.token_states, usage.vacant, usage.rounding, usage.free),
+                *(usage.free if decision.stranded else 0, usage.mapped, usage.host_held),
+                *(decision.num_preemptions, decision.num_recomputed_tokens),
+                *(decision.copied_slots[cause] for cause in _CAUSES),
+                *(0.0 for _ in SECONDS),
+            )
+        )
+
+    def timed(self, step: int, seconds: Mapping[str, float]) -> None:
+        """What the parts of a recorded step took."""
+        for part, value in seconds.items():
+            self._steps.set(step, f"{part}_s", value)
+
+    def leap(
+        self, growth: Growth, starts_s: Seconds, model_s: Seconds, refused: bool, stranded: NDArray[np.bool_]
+    ) -> None:
+        """Record decode steps that were taken at once. starts_s, model_s, stranded: ``[growth.num_steps]``."""
+        rows = self._scheduler.running_rows
+        self._attribution.observe_many(len(self._steps), rows, self._table.uid[rows], growth.capacities)
+        usage = self._allocator.usage()
+        same = dict.fromkeys(_COLUMNS, 0) | {
+            "kind": KINDS.index("decode"),
+            "num_new_tokens": len(rows),
+            "refused": refused,
             "rounding": usage.rounding,
-            "free": usage.free,
-            "stranded": usage.free if decision.stranded else 0,
-            "mapped": usage.mapped,
             "host_held": usage.host_held,
-            "num_preemptions": decision.num_preemptions,
-            "num_recomputed_tokens": decision.num_recomputed_tokens,
-            **{f"{cause}_slots": count for cause, count in decision.copied_slots.items()},
-            **dict.fromkeys(SECONDS, 0.0),
         }
-        self._steps.append(record)
-        return record
+        same |= zip(_COLUMNS[2:6], self._queues(len(rows)), strict=True)
+        varying = {
+            "start_s": starts_s,
+            "token_states": growth.token_states,
+            "vacant": growth.vacant,
+            "free": growth.free,
+            "stranded": np.where(stranded, growth.free, 0),
+            "mapped": growth.mapped,
+            "model_s": model_s,
+        }
+        self._steps.extend(growth.num_steps, tuple(same.values()), varying)
 
     def end_sequence(self, uid: int, num_tokens: int) -> None:
         self._attribution.end(uid, num_tokens)
 
     def end_group(self, group: Group) -> None:
-        self._groups.append(group)
+        self._requests.append(_request_record(group, self._keep_tokens))
 
     def steps(self, end_s: float) -> pd.DataFrame:
         """One row per step; ``duration_s`` reaches to the next step's start, the last one's to ``end_s``."""
-        if not self._steps:  # every request was rejected at once
+        if not len(self._steps):  # every request was rejected at once
             self.step(Decision(), 0.0, "idle")
-        steps = pd.DataFrame(self._steps)
+        steps = self._steps.frame({"start_s": float, "refused": bool} | dict.fromkeys(SECONDS, float))
+        steps["kind"] = np.array(KINDS)[steps["kind"]]
         steps["duration_s"] = np.diff(steps["start_s"], append=end_s)
         internal = self._attribution.internal_fragmentation(len(steps))
         steps["internal_fragmentation"] = internal
@@ -80,11 +114,14 @@ class Recorder:
 
     def requests(self) -> pd.DataFrame:
         """One row per request, in request order."""
-        groups = sorted(self._groups, key=lambda group: group.request.request_id)
-        return pd.DataFrame([_request_record(group) for group in groups])
+        return pd.DataFrame(sorted(self._requests, key=lambda record: record["request_id"]))
+
+    def _queues(self, num_rows: int) -> tuple[int, int, int, int]:
+        scheduler = self._scheduler
+        return len(scheduler.running), num_rows, len(scheduler.waiting), len(scheduler.preempted)
 
 
-def _request_record(group: Group) -> dict[str, Any]:
+def _request_record(group: Group, keep_tokens: bool) -> dict[str, Any]:
     request, done = group.request, group.status is Status.FINISHED
     outputs = [group.outputs[i] for i in sorted(group.outputs)]
     longest = max((len(output) for output in outputs), default=0)
@@ -111,7 +148,7 @@ def _request_record(group: Group) -> dict[str, Any]:
         "num_preemptions": group.num_preemptions,
         "num_recomputed_tokens": group.num_recomputed_tokens,
         "num_swapped_slots": group.num_swapped_slots,
-        "token_times_s": group.token_times_s,
-        "outputs": [output.tolist() for output in outputs],
+        "token_times_s": np.array(group.token_times_s),
+        "outputs": [output.tolist() for output in outputs] if keep_tokens else [],
         "scores": group.scores,
     }

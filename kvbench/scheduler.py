@@ -9,9 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvbench.allocator import Allocator, Capability, Copies, Grant, IntArray
-from kvbench.config import Preemption, SchedulerConfig
+from kvbench.allocator import Allocator, Capability, Copies, Grant, Growth, IntArray
+from kvbench.config import Batching, Preemption, SchedulerConfig
 from kvbench.group import Group, Status
 from kvbench.sequences import SequenceTable
 
@@ -65,6 +66,7 @@ class Scheduler:
         self._swaps = Capability.SWAP in allocator.supports and config.preemption is not Preemption.recompute
         self._reserves = Capability.RESERVES_GROWTH in allocator.supports
         self._granted = Decision()  # copies of forks made since the last step
+        self._refused_slots: int | None = None  # what the queue's head asked for in vain; None: it may ask
         self._decode_steps = 0
 
     def add(self, group: Group) -> None:
@@ -100,18 +102,60 @@ class Scheduler:
         if grant is not None:
             self._granted.take(grant, "fork")
             return
-        self.allocator.free(np.setdiff1d(group.rows, children))
+        self.release(np.setdiff1d(group.rows, children))
         self._drop_kv(group, self._granted)
+
+    def release(self, rows: IntArray) -> None:
+        """Free the rows in the pool; whoever was refused may ask again."""
+        self.allocator.free(rows)
+        self._refused_slots = None
 
     def retire(self, group: Group) -> None:
         self.running.remove(group)
         group.status = Status.FINISHED
 
+    @property
+    def running_rows(self) -> IntArray:
+        """Rows of all running groups, in arrival order."""
+        return np.concatenate([np.empty(0, np.int64), *(group.rows for group in self.running)])
+
+    def quiet_steps(self) -> int:
+        """Decode steps ahead that need no decision, as long as the pool holds out and nobody arrives.
+
+        They end with the one that ends a sequence. 0: beams, EOS, catching up, an admission that may succeed,
+        or a preemption by force could intervene.
+        """
+        rows, table = self.running_rows, self.table
+        if not len(rows) or self.config.force_preemption_every or self._granted.copies or self._may_admit():
+            return 0
+        if (table.is_beam[rows] | table.stops_at_eos[rows] | (table.pending(rows) != 1)).any():
+            return 0
+        return int((table.limit[rows] - table.length[rows]).min())
+
+    def refusals(self, growth: Growth) -> tuple[bool, NDArray[np.bool_]]:
+        """Of steps taken at once: whether the queue's head stood refused, and for each if it was stranded."""
+        if self._refused_slots is None or not self.num_queued or self._batch_is_closed():
+            return False, np.zeros(growth.num_steps, bool)
+        return True, self._refused_slots <= growth.free - growth.withheld
+
+    def _may_admit(self) -> bool:
+        """Whether the next :meth:`schedule` could bring in a group, should nothing be freed before."""
+        if self._refused_slots is not None or not self.num_queued:
+            return False
+        if self.preempted:
+            return True
+        if self._batch_is_closed():
+            return False
+        return self.table.num_free >= self.waiting[0].request.num_sequences
+
+    def _batch_is_closed(self) -> bool:
+        return self.config.batching is Batching.static and bool(self.running)
+
     # -- admission ---------------------------------------------------------------------------------
 
     def _resume(self, decision: Decision) -> None:
         """Bring preempted groups back, oldest first, until one does not fit."""
-        while self.preempted:
+        while self.preempted and not self._still_refused(decision):
             group = self.preempted[0]
             if group.status is Status.SWAPPED:
                 grant = self.allocator.swap_in(group.rows)
@@ -126,7 +170,9 @@ class Scheduler:
         return None
 
     def _admit(self, decision: Decision) -> None:
-        while self.waiting:
+        if self._batch_is_closed():
+            return
+        while self.waiting and not self._still_refused(decision):
             group = self.waiting[0]
             if self.table.num_free < group.request.num_sequences:
                 return
@@ -147,7 +193,8 @@ class Scheduler:
         rows = group.rows
         num_tokens = int(self.table.length[rows[0]]) if len(rows) == 1 else group.prompt_length
         batched = sum(int(new.sum()) for new in decision.num_new)
-        if batched and batched + num_tokens > self.config.max_batched_tokens:
+        is_limited = self.config.batching is Batching.continuous
+        if is_limited and batched and batched + num_tokens > self.config.max_batched_tokens:
             return False
         grant = self.allocator.allocate(rows, num_tokens, max_tokens=group.max_tokens)
         if grant is None:
@@ -160,8 +207,16 @@ class Scheduler:
 
     def _refuse(self, decision: Decision, num_slots: int) -> None:
         usage = self.allocator.usage()
+        self._refused_slots = num_slots
         decision.refused = True
         decision.stranded = num_slots <= usage.free - usage.withheld
+
+    def _still_refused(self, decision: Decision) -> bool:
+        """Whether nothing was freed since the queue's head was refused: asking again is in vain."""
+        if self._refused_slots is None:
+            return False
+        self._refuse(decision, self._refused_slots)
+        return True
 
     def _run(self, group: Group) -> None:
         group.status = Status.RUNNING
@@ -173,12 +228,12 @@ class Scheduler:
     def _grow(self, decision: Decision) -> None:
         """Slots for the next token of every running sequence; the latest arrivals yield until it fits."""
         while self.running:
-            rows = np.concatenate([group.rows for group in self.running])
-            grant = self.allocator.append(rows, self.table.pending(rows))
+            rows = self.running_rows
+            num_new = self.table.pending(rows)
+            grant = self.allocator.append(rows, num_new)
             if grant is not None:
                 decision.take(grant, "cow")
-                for group in self.running:
-                    decision.run(group, group.rows, self.table.pending(group.rows))
+                decision.groups, decision.rows, decision.num_new = list(self.running), [rows], [num_new]
                 return
             if len(self.running) == 1:
                 raise RuntimeError("one group does not fit the empty pool: it should have been rejected at arrival")
@@ -195,9 +250,10 @@ class Scheduler:
     def _preempt(self, group: Group, decision: Decision) -> None:
         grant = self.allocator.swap_out(group.rows) if self._swaps else None
         if grant is None:  # by choice, or because the host tier is full
-            self.allocator.free(group.rows)
+            self.release(group.rows)
             self._drop_kv(group, decision)
             return
+        self._refused_slots = None
         decision.take(grant, "swap_out")
         group.num_swapped_slots += grant.num_copied_slots
         self._stop(group, Status.SWAPPED, decision)

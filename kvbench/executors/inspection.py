@@ -12,24 +12,11 @@ from transformers import PreTrainedModel
 from kernels import BaseSlots, reference
 from kvbench.errors import ConfigError
 from kvbench.executors.attention import NAME
+from kvbench.geometry import Geometry
 
 _PROBE_TOKENS = 24
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative L2 of logits
 _HARMLESS = {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a model needs from the pool."""
-
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    def bytes_per_slot(self, dtype: torch.dtype) -> int:
-        """K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass

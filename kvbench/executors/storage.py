@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels import Kernels
 from kvbench.allocator import Copies, Tier
-from kvbench.executors.inspection import Geometry
+from kvbench.geometry import Geometry
 
 
 class KVStorage:

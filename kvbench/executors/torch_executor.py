@@ -20,6 +20,8 @@ from kvbench.sampling import best_candidates, choose
 class TorchExecutor:
     """Runs step plans on ``model``'s device; the clock is the wall clock."""
 
+    draws_tokens = True
+
     def __init__(self, model: PreTrainedModel, storage: KVStorage, kernels: Kernels) -> None:
         self.model = model
         self.storage = storage
@@ -58,6 +60,9 @@ class TorchExecutor:
 
     def wait_until(self, time_s: float) -> None:
         time.sleep(max(0.0, time_s - self.now()))
+
+    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int) -> None:
+        """Wall-clock time is measured."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:

@@ -17,6 +17,8 @@ class ScriptedExecutor:
     slots or copies are wrong is noticed here, whatever the tokens are.
     """
 
+    draws_tokens = True
+
     def __init__(self, num_slots: int, num_host_slots: int, seconds_per_step: float = 1.0) -> None:
         self._pools = {
             Tier.DEVICE: np.full((num_slots, 2), -1, np.int64),
@@ -33,6 +35,9 @@ class ScriptedExecutor:
 
     def wait_until(self, time_s: float) -> None:
         self._time = max(self._time, time_s)
+
+    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int) -> None:
+        """Every step is to be checked."""
 
     def run(self, plan: StepPlan) -> StepOutput:
         self._copy(plan.copies)

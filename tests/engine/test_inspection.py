@@ -5,7 +5,8 @@ import torch
 import transformers as tf
 
 from kvbench.errors import ConfigError
-from kvbench.executors.inspection import Geometry, inspect
+from kvbench.executors.inspection import inspect
+from kvbench.geometry import Geometry
 from tests.tiny_models import FAMILIES, tiny_model
 
 SHAPE = {

@@ -1,0 +1,62 @@
+"""Seconds of a step from bytes and operations over a device's ceilings (the roofline model of Williams et al., 2009).
+
+A phase takes the longer of its arithmetic and its memory traffic; phases follow one another:
+
+* products with weights: ``2 x parameters`` operations per token, against reading the weights once;
+* attention: ``4 x heads x head_dim`` operations per query and key, against reading K and V once per sequence;
+* with n devices, two all-reduces of the activations per layer (ring: each moves 2 (n-1)/n of them);
+* outside the model: a fixed time per step, and one per sequence.
+
+Activations and the writing of new KV are left out: they are below 1 % of the weights' traffic.
+"""
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.allocator import Copies, Tier
+from kvbench.device_profile import DeviceProfile
+from kvbench.geometry import ModelShape
+
+Number = TypeVar("Number", float, NDArray[np.float64])
+
+
+class CostModel:
+    """Times for one model on one device group; ``itemsize``: bytes of a weight and of a KV element."""
+
+    def __init__(self, shape: ModelShape, device: DeviceProfile, itemsize: int) -> None:
+        self._device = device
+        layers, peers = shape.num_layers, device.num_devices - 1
+        flops = device.flops * device.num_devices * device.matmul_efficiency
+        bytes_per_s = device.memory_bytes_per_s * device.num_devices
+        slot_bytes = 2 * layers * shape.num_kv_heads * shape.head_dim * itemsize
+        self._layer_s, self._head_s = 2 * shape.layer_parameters / flops, 2 * shape.head_parameters / flops
+        weight_bytes = (shape.layer_parameters + shape.head_parameters) * itemsize
+        self._weights_s = weight_bytes / (bytes_per_s * device.matmul_efficiency)
+        self._pair_s = 4 * layers * shape.num_query_heads * shape.head_dim / flops
+        self._read_s = slot_bytes / (bytes_per_s * device.attention_efficiency)
+        self._reduce_s = 2 * layers * device.allreduce_s if peers else 0.0
+        reduced = 2 * layers * shape.hidden_size * itemsize * 2 * peers / device.num_devices
+        self._reduce_token_s = reduced / device.interconnect_bytes_per_s
+        self._copy_slot_s = 2 * slot_bytes / bytes_per_s
+        self._move_slot_s = slot_bytes / (device.host_bytes_per_s * device.num_devices)
+        self._move_range_s = device.transfer_s * max(1, layers * device.transfers_per_layer)
+
+    def step_s(self, num_tokens: int, num_sampled: int, kv_tokens: Number, pairs: Number) -> Number:
+        """num_tokens: new tokens of all sequences. num_sampled: sequences that yield a token.
+
+        kv_tokens: tokens whose K and V are read, summed over sequences. pairs: query-key pairs.
+        """
+        products = max(self._layer_s * num_tokens + self._head_s * num_sampled, self._weights_s)
+        reductions = self._reduce_s + self._reduce_token_s * num_tokens
+        outside = self._device.step_s + self._device.sequence_s * num_sampled
+        attention = np.maximum(self._pair_s * pairs, self._read_s * kv_tokens)
+        return attention + (products + reductions + outside)
+
+    def copy_s(self, copies: Copies) -> float:
+        """Copies within the device read and write its memory; between tiers they cross the host link."""
+        num_slots = float(copies.ranges[:, 2].sum())
+        if copies.source is copies.destination is Tier.DEVICE:
+            return self._copy_slot_s * num_slots
+        return self._move_slot_s * num_slots + self._move_range_s * len(copies.ranges)

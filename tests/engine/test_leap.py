@@ -1,0 +1,109 @@
+"""Steps taken at once leave exactly the records of steps taken one by one."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.allocator import Capability, Pool
+from kvbench.config import Batching, Preemption, SchedulerConfig
+from kvbench.device_profile import DeviceProfile
+from kvbench.engine import Engine
+from kvbench.executors.cost_model import CostModel
+from kvbench.executors.roofline import RooflineExecutor
+from kvbench.geometry import ModelShape
+from kvbench.recorder import Recorder
+from kvbench.request import Request, Sampling
+from kvbench.scheduler import Scheduler
+from kvbench.sequences import SequenceTable
+from tests.engine.harness import ALLOCATORS, make_group
+
+SHAPE = ModelShape(2, 4, 2, 16, 64, 50_000, 10_000, 70_000)
+DEVICE = DeviceProfile(10**9, 1e9, 1e11, 1e8, transfer_s=1e-6, step_s=1e-3, sequence_s=1e-5)
+MAX_TOKENS, MAX_ROWS = 64, 12
+
+
+class Stepping(RooflineExecutor):
+    """The same clock, which cannot be leapt over."""
+
+    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int) -> None:  # type: ignore[override]
+        return None
+
+
+def play(
+    name: str, requests: list[Request], num_slots: int, config: SchedulerConfig, executor: RooflineExecutor, **options
+) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+    kind, policy = ALLOCATORS[name]
+    swaps = Capability.SWAP in kind.supports
+    allocator = kind(Pool(num_slots, MAX_ROWS, MAX_TOKENS, 96 if swaps else 0), **options)
+    table = SequenceTable(MAX_ROWS, MAX_TOKENS)
+    scheduler = Scheduler(allocator, table, config)
+    recorder = Recorder(allocator, scheduler, table, keep_tokens=False)
+    engine = Engine(scheduler, executor, recorder, audit=True)
+    calls = 0
+    step = engine._step
+
+    def counted() -> None:
+        nonlocal calls
+        calls += 1
+        step()
+
+    engine._step = counted  # type: ignore[method-assign]
+    end_s = engine.run([make_group(request, allocator, policy, MAX_TOKENS, ()) for request in requests])
+    return recorder.steps(end_s), recorder.requests(), calls
+
+
+samplings = st.sampled_from(
+    [
+        Sampling("greedy", ignore_eos=True),
+        Sampling("greedy", ignore_eos=True),
+        Sampling("sample", n=3, ignore_eos=True),
+        Sampling("beam", beam_width=2, ignore_eos=True),
+    ]
+)
+drawn_requests = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(0, 60), samplings), min_size=1, max_size=9
+)
+configs = st.builds(
+    SchedulerConfig,
+    max_batched_tokens=st.sampled_from([8, 64]),
+    preemption=st.sampled_from([Preemption.auto, Preemption.recompute]),
+    batching=st.sampled_from(Batching),
+    force_preemption_every=st.sampled_from([0, 0, 0, 5]),
+)
+
+
+def requests_from(drawn: list[tuple[int, int, int, Sampling]]) -> list[Request]:
+    drawn = sorted(drawn, key=lambda entry: entry[2])
+    return [
+        Request(i, np.broadcast_to(np.int32(0), prompt), arrival / 1000, output, sampling)
+        for i, (prompt, output, arrival, sampling) in enumerate(drawn)
+    ]
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
+@settings(max_examples=30, deadline=None)
+@given(drawn=drawn_requests, config=configs, spare=st.integers(0, 60), block_size=st.sampled_from([1, 4, 16]))
+def test_leaping_equals_stepping_record_for_record(
+    name: str, drawn: list[tuple[int, int, int, Sampling]], config: SchedulerConfig, spare: int, block_size: int
+) -> None:
+    paged = name.startswith("paged")
+    num_slots = 4 * (60 + block_size) + spare if paged else 4 * MAX_TOKENS + spare
+    options = {"block_size": block_size} if paged else {}
+    requests, cost = requests_from(drawn), CostModel(SHAPE, DEVICE, 2)
+    leapt = play(name, requests, num_slots, config, RooflineExecutor(cost), **options)
+    stepped = play(name, requests, num_slots, config, Stepping(cost), **options)
+    pd.testing.assert_frame_equal(leapt[0], stepped[0], check_exact=True)
+    pd.testing.assert_frame_equal(leapt[1], stepped[1], check_exact=True)
+    assert leapt[2] <= stepped[2]
+
+
+def test_leaps_are_taken() -> None:
+    """Four requests that run undisturbed need a prefill each way and no decision of their own in between."""
+    requests = [Request(i, np.broadcast_to(np.int32(0), 5), 0.0, 40, Sampling(ignore_eos=True)) for i in range(4)]
+    cost = CostModel(SHAPE, DEVICE, 2)
+    steps, _, calls = play("paged", requests, 600, SchedulerConfig(), RooflineExecutor(cost), block_size=4)
+    assert len(steps) == 40
+    assert calls == 1
+    assert (np.diff(steps["start_s"]) > 0).all()
