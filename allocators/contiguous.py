@@ -85,8 +85,8 @@ class ContiguousAllocator(Allocator):
 
     def grow(self, rows: IntArray, num_steps: int) -> Growth | None:
         room = self._capacity[rows] - self._lengths[rows]
-        num_steps = min(num_steps, int(room.min(initial=0)))
-        if num_steps < 1:
+        num_steps = min(num_steps, *room.tolist())
+        if num_steps < 1 or not rows.size:
             return None
         usage = self.usage()
         written = np.arange(1, num_steps + 1) * rows.size

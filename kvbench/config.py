@@ -12,6 +12,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
+from kvbench.device_profile import DeviceProfile
 from kvbench.models import ModelConfig
 from kvbench.workload import WorkloadConfig
 
@@ -84,8 +85,9 @@ class AllocatorConfig:
 
 @dataclass
 class DeviceConfig:
-    name: DeviceKind = DeviceKind.auto
+    name: str = "auto"
     num_threads: int = 0
+    profile: DeviceProfile | None = None
 
 
 @dataclass

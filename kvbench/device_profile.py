@@ -11,6 +11,7 @@ class DeviceProfile:
     """Schema of ``device.profile``; the YAML files in ``conf/device/`` say where their figures come from.
 
     memory_bytes: capacity of one device. memory_bytes_per_s: its bandwidth.
+    host_memory_bytes: of the host, for swap space.
     flops: matrix-product operations per second in the run's dtype.
     num_devices: tensor-parallel group; each holds 1/n of the weights and of every slot.
     interconnect_bytes_per_s, allreduce_s: of one device to the others, and the fixed cost of an all-reduce.
@@ -26,6 +27,7 @@ class DeviceProfile:
     memory_bytes_per_s: float
     flops: float
     host_bytes_per_s: float
+    host_memory_bytes: int = 2**38
     num_devices: int = 1
     interconnect_bytes_per_s: float = math.inf
     allreduce_s: float = 0.0

@@ -166,15 +166,20 @@ class Engine:
             rows=picks,
             temperature=table.temperature[to_fill],
             top_p=table.top_p[to_fill],
-            uniforms=uniform(
-                table.seed[to_fill], table.request_id[to_fill], table.member[to_fill], table.length[to_fill]
-            ),
+            uniforms=self._uniforms(to_fill),
             beam_rows=beams,
             num_candidates=max(
                 (group.beam.num_candidates for group in decision.groups if group.beam is not None), default=0
             ),
         )
         return spec, to_fill
+
+    def _uniforms(self, rows: IntArray) -> NDArray[np.float64]:
+        """What decides the next token of each row; zeros where all of them are greedy."""
+        table = self.table
+        if not table.temperature[rows].any():
+            return np.zeros(len(rows))
+        return uniform(table.seed[rows], table.request_id[rows], table.member[rows], table.length[rows])
 
     # -- accepting ---------------------------------------------------------------------------------
 

@@ -1,28 +1,23 @@
 """From a configuration to a measured run."""
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from inspect import isabstract
+from types import ModuleType
 from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
-from transformers import PreTrainedModel
 
-import kernels
-from kvbench import models, workload
+from kvbench import roofline_backend, torch_backend, workload
 from kvbench.allocator import Allocator, AllocatorConfigError, Capability, Pool
+from kvbench.backend import Backend
 from kvbench.beam import BeamSearch
-from kvbench.config import Config, DeviceKind, Dtype, Layers, Linear, Oversized, Preemption, Reservation
+from kvbench.config import Config, Oversized, Preemption, Reservation
 from kvbench.engine import Engine
 from kvbench.errors import ConfigError
-from kvbench.executors import inspection, lean
-from kvbench.executors.packing import OneDNNLinear, PanelLinear, has_bfloat16, pack_linears
-from kvbench.executors.storage import KVStorage
-from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.group import Group, Status
 from kvbench.recorder import Recorder
 from kvbench.request import Request
@@ -38,21 +33,17 @@ def validate(cfg: Config) -> None:
     """Everything about ``cfg`` that can be wrong and be known without loading a model. Raises ConfigError."""
     if not cfg.results_dir:
         raise ConfigError("results_dir: an empty name; give a folder, absolute or relative to the working directory")
-    if cfg.executor.kernels not in ("auto", *kernels.IMPLEMENTATIONS):
-        legal = ", ".join(("auto", *kernels.IMPLEMENTATIONS))
-        raise ConfigError(f"executor.kernels: {cfg.executor.kernels!r} is not one of {legal}")
     for setting, value, least, most in (
         ("max_model_len", cfg.max_model_len, 2, math.inf),
         ("seed", cfg.seed, 0, math.inf),
         ("scheduler.max_num_seqs", cfg.scheduler.max_num_seqs, 1, 2**16),
         ("scheduler.max_batched_tokens", cfg.scheduler.max_batched_tokens, 1, math.inf),
-        ("device.num_threads", cfg.device.num_threads, 0, os.cpu_count() or 1),
     ):
         if not least <= value <= most:
             raise ConfigError(f"{setting}: {value} is not an integer from {least} to {most}")
     if cfg.scheduler.force_preemption_every in (1,) or cfg.scheduler.force_preemption_every < 0:
         raise ConfigError("scheduler.force_preemption_every: use 0 (never) or 2 and more")
-    _layers(cfg, _linear(cfg, choose_device(cfg.device.name)), obstacle=None)
+    _backend(cfg).validate(cfg)
     workload.validate(cfg.workload)
     _validate_allocator(cfg)
 
@@ -83,14 +74,6 @@ def _validate_allocator(cfg: Config) -> None:
     )
 
 
-def choose_device(kind: DeviceKind) -> torch.device:
-    """``auto`` is CUDA where there is a device. Raises ConfigError where ``cuda`` cannot be had."""
-    if kind is DeviceKind.cuda and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for and no CUDA device is available; use device=cpu or auto")
-    use_cuda = kind is not DeviceKind.cpu and torch.cuda.is_available()
-    return torch.device("cuda" if use_cuda else "cpu")
-
-
 @dataclass
 class Job:
     """A run about to start. ``record`` holds what is known of it already, for ``run.json``."""
@@ -98,117 +81,67 @@ class Job:
     engine: Engine
     recorder: Recorder
     groups: list[Group]
-    device: torch.device
-    bytes_per_slot: int
+    backend: Backend
     record: dict[str, Any]
 
 
 def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) -> Job:
     """Load the model, size the pool, draw the workload and wire the engine. Raises ConfigError."""
-    device = choose_device(cfg.device.name)
-    if cfg.device.num_threads:
-        torch.set_num_threads(cfg.device.num_threads)
-    dtype = models.parse_dtype(cfg.dtype.value)
-    loaded = models.load(cfg.model, dtype)
-    if cfg.max_model_len > loaded.max_tokens:
-        raise ConfigError(f"max_model_len: {cfg.max_model_len} exceeds the {loaded.max_tokens} tokens of {loaded.name}")
-    model: PreTrainedModel = loaded.model.to(device)  # type: ignore[arg-type]
-    geometry = inspection.inspect(model)
-    linear = _linear(cfg, device)
-    layers = _layers(cfg, linear, lean.obstacle(model))
-    if layers is Layers.lean:
-        lean.use_lean_layers(model)
-    if linear is not Linear.torch:
-        pack_linears(model, PanelLinear if linear is Linear.panels else OneDNNLinear)
-    bytes_per_slot = geometry.bytes_per_slot(dtype)
+    backend = _backend(cfg).load(cfg)
+    if cfg.max_model_len > backend.max_tokens:
+        raise ConfigError(
+            f"max_model_len: {cfg.max_model_len} exceeds the {backend.max_tokens} tokens of {backend.name}"
+        )
     requests = workload.build(
         cfg.workload,
-        loaded.tokenizer,
-        vocab_size=model.config.get_text_config().vocab_size,
+        backend.tokenizer,
+        vocab_size=backend.vocab_size,
         max_tokens=cfg.max_model_len,
         seed=cfg.seed,
     )
-    pool = _pool(cfg, device, bytes_per_slot)
+    pool = _pool(cfg, backend)
     allocator = _allocator(cfg, pool)
-    eos = _eos(model)
-    groups = [_group(cfg, allocator, request, eos, bytes_per_slot) for request in requests]
-    implementation = cfg.executor.kernels
-    if implementation == "auto":
-        implementation = "triton" if device.type == "cuda" else "cpu"
-    try:
-        operations = kernels.load(implementation)
-    except kernels.KernelsUnavailable as error:
-        raise ConfigError(f"executor.kernels: {error}; use auto") from None
-    storage = KVStorage(geometry, pool.num_slots, pool.num_host_slots, dtype=dtype, device=device, kernels=operations)
-    executor = TorchExecutor(model, storage, operations)
-    executor.warm_up(allocator.layout, allocator.block_size)
+    groups = [_group(cfg, allocator, request, backend) for request in requests]
+    executor = backend.make(pool, allocator)
     table = SequenceTable(pool.max_rows, pool.max_tokens)
     scheduler = Scheduler(allocator, table, cfg.scheduler)
-    recorder = Recorder(allocator, scheduler, table)
-    engine = Engine(scheduler, executor, recorder, eos=eos, on_finish=on_finish, audit=cfg.debug.audit)
-    record = {
-        "model": loaded.provenance,
-        "kernels": implementation,
-        "linear": linear.value,
-        "layers": layers.value,
-        "geometry": asdict(geometry),
-        "bytes_per_slot": bytes_per_slot,
+    recorder = Recorder(allocator, scheduler, table, keep_tokens=executor.draws_tokens)
+    engine = Engine(scheduler, executor, recorder, eos=backend.eos, on_finish=on_finish, audit=cfg.debug.audit)
+    record = backend.record | {
+        "bytes_per_slot": backend.bytes_per_slot,
         "pool": asdict(pool),
         "block_size": allocator.block_size,
     }
-    return Job(engine, recorder, groups, device, bytes_per_slot, record)
+    return Job(engine, recorder, groups, backend, record)
 
 
-def _linear(cfg: Config, device: torch.device) -> Linear:
-    """How linear layers are computed. ``auto``: by what is fastest (``tests/benchmarks/linear.py``).
-
-    On the CPU that is oneDNN for bfloat16 where the processor multiplies it, our panels otherwise.
-    """
-    can_pack = device.type == "cpu" and cfg.dtype is not Dtype.float16
-    chosen = cfg.executor.linear
-    if chosen is Linear.auto:
-        if not can_pack:
-            return Linear.torch
-        return Linear.packed if cfg.dtype is Dtype.bfloat16 and has_bfloat16() else Linear.panels
-    if chosen is not Linear.torch and not can_pack:
-        raise ConfigError(
-            f"executor.linear: {chosen.value} needs device=cpu and dtype=float32 or bfloat16; use auto or torch"
-        )
-    return chosen
+def _backend(cfg: Config) -> ModuleType:
+    backends = {"torch": torch_backend, "roofline": roofline_backend}
+    if cfg.executor.name not in backends:
+        raise ConfigError(f"executor.name: {cfg.executor.name!r} is not one of {', '.join(backends)}")
+    return backends[cfg.executor.name]
 
 
-def _layers(cfg: Config, linear: Linear, obstacle: str | None) -> Layers:
-    """How decoder layers are computed; ``obstacle``: what stands in the way of lean ones in the model itself."""
-    chosen = cfg.executor.layers
-    if linear is not Linear.panels:
-        obstacle = f"linear layers are {linear.value}, not panels (executor.linear)"
-    if chosen is Layers.lean and obstacle:
-        raise ConfigError(f"executor.layers: lean cannot be had: {obstacle}; use auto or model")
-    if chosen is Layers.auto:
-        return Layers.model if obstacle else Layers.lean
-    return chosen
-
-
-def _pool(cfg: Config, device: torch.device, bytes_per_slot: int) -> Pool:
-    size = parse_size(cfg.pool.size, "pool.size", available_bytes(device))
-    host_size = parse_size(cfg.pool.host_size, "pool.host_size", available_bytes(torch.device("cpu")))
-    if size > available_bytes(device):
-        raise ConfigError(f"pool.size: {size:,} bytes asked for, {available_bytes(device):,} are free")
+def _pool(cfg: Config, backend: Backend) -> Pool:
+    size = parse_size(cfg.pool.size, "pool.size", backend.device_bytes)
+    host_size = parse_size(cfg.pool.host_size, "pool.host_size", backend.host_bytes)
+    if size > backend.device_bytes:
+        raise ConfigError(f"pool.size: {size:,} bytes asked for, {backend.device_bytes:,} are free beside the model")
     if Capability.SWAP not in _allocator_class(cfg).supports:
         host_size = 0
-    host_available = available_bytes(torch.device("cpu")) - (size if device.type == "cpu" else 0)
+    host_available = backend.host_bytes - (size if backend.shares_memory else 0)
     if host_size > host_available:
         raise ConfigError(
             f"pool.host_size: {host_size:,} bytes asked for, {host_available:,} are free beside pool.size"
         )
-    num_slots = size // bytes_per_slot
+    num_slots = size // backend.bytes_per_slot
     if num_slots == 0:
-        raise ConfigError(f"pool.size: {size:,} bytes hold no token; one takes {bytes_per_slot:,} bytes")
+        raise ConfigError(f"pool.size: {size:,} bytes hold no token; one takes {backend.bytes_per_slot:,} bytes")
     return Pool(
         num_slots=num_slots,
         max_rows=cfg.scheduler.max_num_seqs,
         max_tokens=cfg.max_model_len,
-        num_host_slots=host_size // bytes_per_slot,
+        num_host_slots=host_size // backend.bytes_per_slot,
     )
 
 
@@ -232,7 +165,7 @@ def _allocator(cfg: Config, pool: Pool) -> Allocator:
         raise ConfigError(f"allocator.make: {error.__cause__ or error}") from None
 
 
-def _group(cfg: Config, allocator: Allocator, request: Request, eos: tuple[int, ...], bytes_per_slot: int) -> Group:
+def _group(cfg: Config, allocator: Allocator, request: Request, backend: Backend) -> Group:
     reserves = Capability.RESERVES_GROWTH in allocator.supports
     need = kv_tokens(request)
     if reserves:
@@ -243,7 +176,7 @@ def _group(cfg: Config, allocator: Allocator, request: Request, eos: tuple[int, 
         beam = BeamSearch(
             sampling.beam_width,
             request.max_new_tokens,
-            () if sampling.ignore_eos else eos,
+            () if sampling.ignore_eos else backend.eos,
             sampling.length_penalty,
             sampling.early_stopping,
         )
@@ -254,18 +187,12 @@ def _group(cfg: Config, allocator: Allocator, request: Request, eos: tuple[int, 
             f"scheduler.max_num_seqs: {cfg.scheduler.max_num_seqs} is below the {count} sequences of a request"
         )
     if need > allocator.max_admissible_tokens(count):
+        size = count * need * backend.bytes_per_slot
         problem = (
-            f"request {request.request_id} needs {count} x {need} slots ({count * need * bytes_per_slot:,} bytes) "
-            f"under allocator {cfg.allocator.name}, more than the pool of {allocator.pool.num_slots:,} slots can hold"
+            f"request {request.request_id} needs {count} x {need} slots ({size:,} bytes) under allocator "
+            f"{cfg.allocator.name}, more than the pool of {allocator.pool.num_slots:,} slots can hold"
         )
         if cfg.scheduler.oversized is Oversized.error:
             raise ConfigError(f"pool.size: {problem}; enlarge it or set scheduler.oversized=reject")
         group.status, group.error = Status.REJECTED, problem
     return group
-
-
-def _eos(model: Any) -> tuple[int, ...]:
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)

@@ -91,7 +91,7 @@ def measure(cfg: config.Config, writer: results.RunWriter) -> None:
 
         built = job.build(cfg, show)
         bar.reset(total=len(built.groups))
-        environment = results.environment(built.device)
+        environment = results.environment(built.backend.device)
         end_s = built.engine.run(built.groups)
     steps, requests = built.recorder.steps(end_s), built.recorder.requests()
     writer.complete(steps, requests, environment, built.record | scalars(built, steps, requests))
@@ -99,10 +99,10 @@ def measure(cfg: config.Config, writer: results.RunWriter) -> None:
 
 def scalars(built: job.Job, steps: Any, requests: Any) -> dict[str, Any]:
     summary = metrics.summarize(
-        steps, requests, bytes_per_slot=built.bytes_per_slot, block_size=built.engine.allocator.block_size
+        steps, requests, bytes_per_slot=built.backend.bytes_per_slot, block_size=built.engine.allocator.block_size
     )
     return {
         "window": metrics.window(steps)[1],
-        "tokens_sha256": metrics.tokens_digest(requests),
+        "tokens_sha256": metrics.tokens_digest(requests) if built.engine.executor.draws_tokens else None,
         "metrics": metrics.as_json(summary),
     }

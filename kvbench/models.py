@@ -14,16 +14,18 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
-from kvbench import weights
+from kvbench import geometry, weights
 from kvbench.byte_tokenizer import ByteTokenizer
 from kvbench.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GEOMETRY = "geometry"  # model.source of a shape without weights
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 EMBEDDING_NAMES = ("embed", "wte", "wpe")  # Llama and OPT; GPT-2
 KV_PROJECTIONS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
@@ -73,13 +75,13 @@ def parse_dtype(name: str) -> torch.dtype:
 def load(cfg: ModelConfig, dtype: torch.dtype) -> LoadedModel:
     """Load ``cfg`` on the CPU in ``dtype``. Raises ConfigError on settings or weights it cannot use."""
     if cfg.source not in LOADERS:
-        raise ConfigError(f"model.source: {cfg.source!r} is not one of {', '.join(LOADERS)}")
+        raise ConfigError(f"model.source: {cfg.source!r} is not one of {', '.join((*LOADERS, GEOMETRY))}")
     model, tokenizer, provenance = LOADERS[cfg.source](cfg, dtype)
     provenance["dtype"] = str(dtype).removeprefix("torch.")
     if cfg.kv_heads is not None:
         model = repeat_kv_heads(model, cfg.kv_heads)
         provenance["kv_heads"] = cfg.kv_heads
-    return LoadedModel(model.eval(), tokenizer, cfg.name, _max_tokens(cfg, model), provenance)
+    return LoadedModel(model.eval(), tokenizer, cfg.name, max_tokens(cfg, model.config), provenance)
 
 
 def repeat_kv_heads(model: PreTrainedModel, kv_heads: int) -> PreTrainedModel:
@@ -170,8 +172,18 @@ def _identity(path: Path, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _load_random(cfg: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, dict[str, Any]]:
+    tokenizer, config = ByteTokenizer(), _tiny_config()
+    model: PreTrainedModel = LlamaForCausalLM(config)
+    randomise(model, cfg.seed)
+    # Not model.to(dtype), which would also round the rotary frequencies.
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    model = weights.with_state_dict(LlamaForCausalLM, config, state)
+    return model, tokenizer, {"source": "random", "seed": cfg.seed}
+
+
+def _tiny_config() -> LlamaConfig:
     tokenizer = ByteTokenizer()
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -184,22 +196,28 @@ def _load_random(cfg: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model: PreTrainedModel = LlamaForCausalLM(config)
-    randomise(model, cfg.seed)
-    # Not model.to(dtype), which would also round the rotary frequencies.
-    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    model = weights.with_state_dict(LlamaForCausalLM, config, state)
-    return model, tokenizer, {"source": "random", "seed": cfg.seed}
 
 
-def _max_tokens(cfg: ModelConfig, model: PreTrainedModel) -> int:
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    max_tokens = limit if cfg.max_tokens is None else cfg.max_tokens
-    if max_tokens is None:
+def max_tokens(cfg: ModelConfig, config: PretrainedConfig) -> int:
+    """Most tokens of a sequence: ``model.max_tokens``, else the model's positions. Raises ConfigError."""
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    chosen = limit if cfg.max_tokens is None else cfg.max_tokens
+    if chosen is None:
         raise ConfigError("model.max_tokens: this model states no position limit; give one")
-    if max_tokens < 1 or (limit is not None and max_tokens > limit):
-        raise ConfigError(f"model.max_tokens: {max_tokens} is not in 1..{limit or 'any'}, or null")
-    return max_tokens
+    if chosen < 1 or (limit is not None and chosen > limit):
+        raise ConfigError(f"model.max_tokens: {chosen} is not in 1..{limit or 'any'}, or null")
+    return chosen
+
+
+def configuration(cfg: ModelConfig) -> PretrainedConfig:
+    """The model's configuration without its weights. Raises ConfigError."""
+    if cfg.source == "smollm2":
+        return geometry.read_config(str(weights.smollm2(weights.cache_root(cfg.cache_dir)).directory))
+    if cfg.source == "random":
+        return _tiny_config()
+    if cfg.source in ("hf", GEOMETRY):
+        return geometry.read_config(cfg.path)
+    raise ConfigError(f"model.source: {cfg.source!r} is not one of {', '.join((*LOADERS, GEOMETRY))}")
 
 
 Loader = Callable[[ModelConfig, torch.dtype], tuple[PreTrainedModel, Tokenizer | None, dict[str, Any]]]

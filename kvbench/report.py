@@ -96,6 +96,8 @@ def _table(runs: list[Run], names: list[str]) -> Table:
 
 def _same_tokens(runs: list[Run]) -> str:
     digests = {run.record["tokens_sha256"] for run in runs}
+    if digests == {None}:
+        return "tokens: none, time is virtual"
     if len(digests) == 1:
         return f"tokens: identical in all {len(runs)} runs (sha256 {digests.pop()[:12]})"
     return f"tokens: {len(digests)} different outputs among {len(runs)} runs"

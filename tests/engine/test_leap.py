@@ -99,11 +99,12 @@ def test_leaping_equals_stepping_record_for_record(
     assert leapt[2] <= stepped[2]
 
 
-def test_leaps_are_taken() -> None:
-    """Four requests that run undisturbed need a prefill each way and no decision of their own in between."""
+@pytest.mark.parametrize("name", ALLOCATORS)
+def test_leaps_are_taken(name: str) -> None:
+    """Four requests that run undisturbed need one prefill and no decision after it."""
     requests = [Request(i, np.broadcast_to(np.int32(0), 5), 0.0, 40, Sampling(ignore_eos=True)) for i in range(4)]
     cost = CostModel(SHAPE, DEVICE, 2)
-    steps, _, calls = play("paged", requests, 600, SchedulerConfig(), RooflineExecutor(cost), block_size=4)
+    steps, _, calls = play(name, requests, 600, SchedulerConfig(), RooflineExecutor(cost))
     assert len(steps) == 40
     assert calls == 1
     assert (np.diff(steps["start_s"]) > 0).all()

@@ -1,0 +1,56 @@
+"""``executor=roofline``: a model's shape and a device's profile instead of tensors."""
+
+from dataclasses import asdict
+
+import torch
+
+from kvbench import models
+from kvbench.allocator import Allocator, Pool
+from kvbench.backend import Backend
+from kvbench.config import Config
+from kvbench.device_profile import DeviceProfile
+from kvbench.errors import ConfigError
+from kvbench.executors.cost_model import CostModel
+from kvbench.executors.roofline import RooflineExecutor
+from kvbench.geometry import shape_of
+
+
+def validate(cfg: Config) -> None:
+    """Raises ConfigError where ``cfg`` asks for what virtual time cannot give."""
+    if cfg.device.profile is None:
+        raise ConfigError(
+            f"device: executor=roofline needs the profile of a device, and device={cfg.device.name} has none; "
+            "choose one such as device=a100_40gb, or measure yours with +experiment=calibrate"
+        )
+    cfg.device.profile.check()
+    if not cfg.workload.ignore_eos:
+        raise ConfigError("workload.ignore_eos: executor=roofline draws no tokens, so no EOS either; set it to true")
+
+
+def load(cfg: Config) -> Backend:
+    """Read the model's configuration, not its weights. Raises ConfigError."""
+    validate(cfg)
+    assert cfg.device.profile is not None
+    profile: DeviceProfile = cfg.device.profile
+    dtype = models.parse_dtype(cfg.dtype.value)
+    config = models.configuration(cfg.model)
+    shape = shape_of(config, cfg.model.kv_heads)
+    cost = CostModel(shape, profile, dtype.itemsize)
+
+    def make(pool: Pool, allocator: Allocator) -> RooflineExecutor:
+        return RooflineExecutor(cost)
+
+    return Backend(
+        device=torch.device("cpu"),
+        name=cfg.model.name,
+        tokenizer=None,
+        vocab_size=config.get_text_config().vocab_size,
+        max_tokens=models.max_tokens(cfg.model, config),
+        eos=(),
+        bytes_per_slot=shape.bytes_per_slot(dtype),
+        device_bytes=max(0, profile.memory_bytes * profile.num_devices - shape.num_parameters * dtype.itemsize),
+        host_bytes=profile.host_memory_bytes,
+        shares_memory=False,
+        make=make,
+        record={"model": {"source": "configuration", "name": cfg.model.name}, "geometry": asdict(shape)},
+    )

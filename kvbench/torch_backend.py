@@ -1,0 +1,140 @@
+"""``executor=torch``: a real model, a real pool and kernels."""
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import kernels
+from kvbench import models
+from kvbench.allocator import Allocator, Pool
+from kvbench.backend import Backend
+from kvbench.config import Config, DeviceKind, Dtype, Layers, Linear
+from kvbench.errors import ConfigError
+from kvbench.executors import inspection, lean
+from kvbench.executors.packing import OneDNNLinear, PanelLinear, has_bfloat16, pack_linears
+from kvbench.executors.storage import KVStorage
+from kvbench.executors.torch_executor import TorchExecutor
+from kvbench.sizing import available_bytes
+
+
+def validate(cfg: Config) -> None:
+    """What is wrong with the settings of this executor alone. Raises ConfigError."""
+    if cfg.device.profile is not None:
+        raise ConfigError(
+            f"device: {cfg.device.name} is a profile for executor=roofline; executor=torch takes auto, cpu or cuda"
+        )
+    if cfg.executor.kernels not in ("auto", *kernels.IMPLEMENTATIONS):
+        legal = ", ".join(("auto", *kernels.IMPLEMENTATIONS))
+        raise ConfigError(f"executor.kernels: {cfg.executor.kernels!r} is not one of {legal}")
+    if not 0 <= cfg.device.num_threads <= (os.cpu_count() or 1):
+        raise ConfigError(
+            f"device.num_threads: {cfg.device.num_threads} is not an integer from 0 to {os.cpu_count() or 1}"
+        )
+    if cfg.model.source == models.GEOMETRY:
+        raise ConfigError(f"model: {cfg.model.name} is a shape without weights; use it with executor=roofline")
+    _layers(cfg, _linear(cfg, choose_device(cfg.device.name)), obstacle=None)
+
+
+def load(cfg: Config) -> Backend:
+    """Load the model and prepare its layers. Raises ConfigError."""
+    device = choose_device(cfg.device.name)
+    if cfg.device.num_threads:
+        torch.set_num_threads(cfg.device.num_threads)
+    dtype = models.parse_dtype(cfg.dtype.value)
+    loaded = models.load(cfg.model, dtype)
+    model: PreTrainedModel = loaded.model.to(device)  # type: ignore[arg-type]
+    geometry = inspection.inspect(model)
+    linear = _linear(cfg, device)
+    layers = _layers(cfg, linear, lean.obstacle(model))
+    if layers is Layers.lean:
+        lean.use_lean_layers(model)
+    if linear is not Linear.torch:
+        pack_linears(model, PanelLinear if linear is Linear.panels else OneDNNLinear)
+    implementation = cfg.executor.kernels
+    if implementation == "auto":
+        implementation = "triton" if device.type == "cuda" else "cpu"
+    try:
+        operations = kernels.load(implementation)
+    except kernels.KernelsUnavailable as error:
+        raise ConfigError(f"executor.kernels: {error}; use auto") from None
+
+    def make(pool: Pool, allocator: Allocator) -> TorchExecutor:
+        storage = KVStorage(
+            geometry, pool.num_slots, pool.num_host_slots, dtype=dtype, device=device, kernels=operations
+        )
+        executor = TorchExecutor(model, storage, operations)
+        executor.warm_up(allocator.layout, allocator.block_size)
+        return executor
+
+    return Backend(
+        device=device,
+        name=loaded.name,
+        tokenizer=loaded.tokenizer,
+        vocab_size=model.config.get_text_config().vocab_size,
+        max_tokens=loaded.max_tokens,
+        eos=_eos(model),
+        bytes_per_slot=geometry.bytes_per_slot(dtype),
+        device_bytes=available_bytes(device),
+        host_bytes=available_bytes(torch.device("cpu")),
+        shares_memory=device.type == "cpu",
+        make=make,
+        record={
+            "model": loaded.provenance,
+            "kernels": implementation,
+            "linear": linear.value,
+            "layers": layers.value,
+            "geometry": asdict(geometry),
+        },
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is a device. Raises ConfigError where ``cuda`` cannot be had."""
+    try:
+        kind = DeviceKind(name)
+    except ValueError:
+        raise ConfigError(f"device.name: {name!r} is not one of {', '.join(k.value for k in DeviceKind)}") from None
+    if kind is DeviceKind.cuda and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for and no CUDA device is available; use device=cpu or auto")
+    use_cuda = kind is not DeviceKind.cpu and torch.cuda.is_available()
+    return torch.device("cuda" if use_cuda else "cpu")
+
+
+def _linear(cfg: Config, device: torch.device) -> Linear:
+    """How linear layers are computed. ``auto``: by what is fastest (``tests/benchmarks/linear.py``).
+
+    On the CPU that is oneDNN for bfloat16 where the processor multiplies it, our panels otherwise.
+    """
+    can_pack = device.type == "cpu" and cfg.dtype is not Dtype.float16
+    chosen = cfg.executor.linear
+    if chosen is Linear.auto:
+        if not can_pack:
+            return Linear.torch
+        return Linear.packed if cfg.dtype is Dtype.bfloat16 and has_bfloat16() else Linear.panels
+    if chosen is not Linear.torch and not can_pack:
+        raise ConfigError(
+            f"executor.linear: {chosen.value} needs device=cpu and dtype=float32 or bfloat16; use auto or torch"
+        )
+    return chosen
+
+
+def _layers(cfg: Config, linear: Linear, obstacle: str | None) -> Layers:
+    """How decoder layers are computed; ``obstacle``: what stands in the way of lean ones in the model itself."""
+    chosen = cfg.executor.layers
+    if linear is not Linear.panels:
+        obstacle = f"linear layers are {linear.value}, not panels (executor.linear)"
+    if chosen is Layers.lean and obstacle:
+        raise ConfigError(f"executor.layers: lean cannot be had: {obstacle}; use auto or model")
+    if chosen is Layers.auto:
+        return Layers.model if obstacle else Layers.lean
+    return chosen
+
+
+def _eos(model: Any) -> tuple[int, ...]:
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
