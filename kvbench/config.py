@@ -117,6 +117,7 @@ class SchedulerConfig:
 @dataclass
 class MeasureConfig:
     progress: bool = True
+    samples: bool = True
 
 
 @dataclass

@@ -94,7 +94,8 @@ def measure(cfg: config.Config, writer: results.RunWriter) -> None:
         environment = results.environment(built.backend.device)
         end_s = built.engine.run(built.groups)
     steps, requests = built.recorder.steps(end_s), built.recorder.requests()
-    writer.complete(steps, requests, environment, built.record | scalars(built, steps, requests))
+    tables = {"steps": steps, "requests": requests} if cfg.measure.samples else {}
+    writer.complete(tables, environment, built.record | scalars(built, steps, requests))
 
 
 def scalars(built: job.Job, steps: Any, requests: Any) -> dict[str, Any]:

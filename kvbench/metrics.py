@@ -16,13 +16,13 @@ PERCENTILES = (50, 90, 99)
 def window(steps: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """Steps that pool averages are taken over, and the window's name.
 
-    ``saturated``: from the first to the last step at which the head of the queue was refused, so that
-    neither filling nor draining the pool counts. ``whole run`` where nothing was ever refused.
+    ``loaded``: from the first to the last step at which the head of the queue was refused, so that
+    neither filling nor draining the pool counts. ``whole run`` where fewer than two steps refused.
     """
     refused = np.flatnonzero(steps["refused"])
     if len(refused) < 2:
         return steps, "whole run"
-    return steps.iloc[refused[0] : refused[-1] + 1], "saturated"
+    return steps.iloc[refused[0] : refused[-1] + 1], "loaded"
 
 
 def summarize(steps: pd.DataFrame, requests: pd.DataFrame, *, bytes_per_slot: int, block_size: int) -> Metrics:
@@ -69,28 +69,38 @@ def _distribution(name: str, samples: np.ndarray, unit: str) -> Metrics:
 
 
 def _pool(steps: pd.DataFrame) -> Metrics:
-    """Time-weighted averages over the window; fractions of the pool's slots."""
+    """Averages over the window, and, as ``saturated_...``, over those of its steps that refused somebody."""
     inside, _ = window(steps)
-    weights = inside["duration_s"].to_numpy()
+    num_slots = int(steps[list(PARTS)].iloc[0].sum())
+    metrics = _averages(inside, num_slots)
+    saturated = inside[inside["refused"]]
+    if len(saturated):
+        metrics |= {f"saturated_{name}": entry for name, entry in _averages(saturated, num_slots).items()}
+    return metrics | {
+        "peak_batch": (int(steps["num_running"].max()), "requests"),
+        "peak_sequences": (int(steps["num_sequences"].max()), "sequences"),
+        "peak_host_slots": (int(steps["host_held"].max()), "slots"),
+    }
+
+
+def _averages(steps: pd.DataFrame, num_slots: int) -> Metrics:
+    """Weighted by time; fractions of the pool's slots."""
+    weights = steps["duration_s"].to_numpy()
 
     def mean(column: str) -> float:
-        return float(np.average(inside[column], weights=weights))
+        return float(np.average(steps[column], weights=weights))
 
-    num_slots = int(steps[list(PARTS)].iloc[0].sum())
     metrics: Metrics = {f"{part}_fraction": (mean(part) / num_slots, "of pool") for part in PARTS}
-    held = inside[["token_states", "reservation", "internal_fragmentation"]].sum(axis=1)
-    mapped = float((inside["mapped"] * weights).sum())
+    held = steps[["token_states", "reservation", "internal_fragmentation"]].sum(axis=1)
+    mapped = float((steps["mapped"] * weights).sum())
     saved = 1 - float((held * weights).sum()) / mapped if mapped else 0.0
     return metrics | {
         "waste_fraction": (1 - mean("token_states") / num_slots, "of pool"),
         "stranded_fraction": (mean("stranded") / num_slots, "of pool"),
         "sharing_saving_fraction": (saved, "of slots without sharing"),
         "mean_batch": (mean("num_running"), "requests"),
-        "peak_batch": (int(steps["num_running"].max()), "requests"),
         "mean_sequences": (mean("num_sequences"), "sequences"),
-        "peak_sequences": (int(steps["num_sequences"].max()), "sequences"),
         "window_s": (float(weights.sum()), "s"),
-        "peak_host_slots": (int(steps["host_held"].max()), "slots"),
     }
 
 

@@ -6,7 +6,6 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from rich import box
@@ -67,20 +66,13 @@ def frame(runs: list[Run], names: list[str]) -> pd.DataFrame:
 
 def labels(runs: list[Run]) -> list[str]:
     """What tells the runs apart: the allocator, and every other setting that differs between them."""
-    flat = [_flatten(run.config()) for run in runs]
+    flat = [results.flatten(run.config()) for run in runs]
     keys = [key for key in flat[0] if len({str(config.get(key)) for config in flat}) > 1]
     others = [key for key in keys if not key.startswith("allocator.") and key != "resume"]
     return [
         " ".join([config["allocator.name"], *(f"{key.split('.')[-1]}={config.get(key)}" for key in others)])
         for config in flat
     ]
-
-
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _table(runs: list[Run], names: list[str]) -> Table:

@@ -8,7 +8,7 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -77,11 +77,10 @@ class RunWriter:
             raise ConfigError(f"results_dir: {path} holds a run already; results are never overwritten") from None
         self._replace(self._record)
 
-    def complete(
-        self, steps: pd.DataFrame, requests: pd.DataFrame, env: dict[str, Any], record: dict[str, Any]
-    ) -> None:
-        steps.to_parquet(self.path / "steps.parquet", index=False)
-        requests.to_parquet(self.path / "requests.parquet", index=False)
+    def complete(self, tables: Mapping[str, pd.DataFrame], env: dict[str, Any], record: dict[str, Any]) -> None:
+        """tables: by name, each to be ``<name>.parquet``."""
+        for name, table in tables.items():
+            table.to_parquet(self.path / f"{name}.parquet", index=False)
         (self.path / "env.json").write_text(json.dumps(env, indent=2) + "\n")
         self._replace(self._record | record | {"status": "complete"})
 
@@ -99,11 +98,20 @@ class RunWriter:
         os.replace(temporary, self.path / "run.json")
 
 
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
 def config_hash(config: dict[str, Any]) -> str:
     """What identifies an experiment's job: its configuration less where results go and how it is shown."""
     ignored = ("results_dir", "resume")
     kept = {key: value for key, value in config.items() if key not in ignored}
-    kept["measure"] = {key: value for key, value in kept.get("measure", {}).items() if key != "progress"}
+    shown = ("progress", "samples")
+    kept["measure"] = {key: value for key, value in kept.get("measure", {}).items() if key not in shown}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
