@@ -44,8 +44,10 @@ def read_columns(path: str, parsers: Mapping[str, Callable[[str], float]], setti
 
 
 def token_count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError("an integer >= 1")
+    digits = text.strip()
+    # The length first: Python refuses to convert thousands of digits.
+    if not digits.isdecimal() or len(digits) > 10 or not 1 <= int(digits) < 2**31:
+        raise ValueError("an integer >= 1 and below 2^31")
     return int(text)
 
 
