@@ -121,7 +121,9 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     if linear is not Linear.torch:
         pack_linears(model, PanelLinear if linear is Linear.panels else OneDNNLinear)
     bytes_per_slot = geometry.bytes_per_slot(dtype)
-    requests = workload.build(
+    if loaded.tokenizer is None:
+        raise ConfigError("workload.prompts: this model has no tokenizer; give model.path one that has")
+    drawn = workload.build(
         cfg.workload,
         loaded.tokenizer,
         vocab_size=model.config.get_text_config().vocab_size,
@@ -131,7 +133,7 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     pool = _pool(cfg, device, bytes_per_slot)
     allocator = _allocator(cfg, pool)
     eos = _eos(model)
-    groups = [_group(cfg, allocator, request, eos, bytes_per_slot) for request in requests]
+    groups = [_group(cfg, allocator, request, eos, bytes_per_slot) for request in drawn.requests]
     implementation = cfg.executor.kernels
     if implementation == "auto":
         implementation = "triton" if device.type == "cuda" else "cpu"
@@ -148,6 +150,7 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     engine = Engine(scheduler, executor, recorder, eos=eos, on_finish=on_finish, audit=cfg.debug.audit)
     record = {
         "model": loaded.provenance,
+        "workload": drawn.provenance,
         "kernels": implementation,
         "linear": linear.value,
         "layers": layers.value,

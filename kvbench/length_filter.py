@@ -43,9 +43,7 @@ def keeps(cfg: FilterConfig, inputs: Counts, outputs: Counts) -> NDArray[np.bool
     return kept
 
 
-def first_kept(
-    cfg: FilterConfig, draw: Callable[[int], tuple[Counts, Counts]], count: int
-) -> tuple[Counts, Counts]:
+def first_kept(cfg: FilterConfig, draw: Callable[[int], tuple[Counts, Counts]], count: int) -> tuple[Counts, Counts]:
     """The first ``count`` pairs that pass, of those that ``draw(n)`` gives ``n`` at a time.
 
     Drawn in blocks of one size, so that asking for more pairs does not change the first ones.

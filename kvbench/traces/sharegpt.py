@@ -1,6 +1,7 @@
 """ShareGPT conversations as lengths: the first human turn that an assistant answers, and the answer."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def conversations(path: Path, where: str) -> Iterator[Row]:
 
 
 def _first_pair(turns: list[dict[str, Any]]) -> list[Any] | None:
-    for question, answer in zip(turns, turns[1:], strict=False):
+    for question, answer in pairwise(turns):
         if question.get("from") in HUMAN and answer.get("from") in ASSISTANT:
             texts = [question.get("value"), answer.get("value")]
             if "" not in texts:
