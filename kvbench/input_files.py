@@ -21,7 +21,9 @@ def read_text(path: str, setting: str) -> str:
         raise ConfigError(f"{setting}: {path}:{line}: not UTF-8 text") from error
 
 
-def read_columns(path: str, parsers: Mapping[str, Callable[[str], float]], setting: str) -> dict[str, list[float]]:
+def read_columns(
+    path: str, parsers: Mapping[str, Callable[[str | None], float]], setting: str
+) -> dict[str, list[float]]:
     """The columns named in ``parsers``, at least one row of each; other columns are ignored.
 
     A parser raises ValueError with what it wants. Raises ConfigError on a malformed row.
@@ -34,7 +36,7 @@ def read_columns(path: str, parsers: Mapping[str, Callable[[str], float]], setti
     for row in reader:
         for column, parse in parsers.items():
             try:
-                values[column].append(parse(row[column] or ""))
+                values[column].append(parse(row[column]))
             except ValueError as error:
                 where = f"{setting}: {path}:{reader.line_num}"
                 raise ConfigError(f"{where}: {column} is {row[column]!r}, not {error}") from error
@@ -43,15 +45,17 @@ def read_columns(path: str, parsers: Mapping[str, Callable[[str], float]], setti
     return values
 
 
-def token_count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError("an integer >= 1")
-    return int(text)
+def token_count(text: str | None) -> int:
+    digits = (text or "").strip()
+    # The length first: Python refuses to convert thousands of digits.
+    if not digits.isdecimal() or len(digits) > 10 or not 1 <= int(digits) < 2**31:
+        raise ValueError("an integer >= 1 and below 2^31")
+    return int(digits)
 
 
-def seconds(text: str) -> float:
+def seconds(text: str | None) -> float:
     try:
-        number = float(text)
+        number = float(text or "")
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:

@@ -92,7 +92,7 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
         raise ConfigError(
             f"max_model_len: {cfg.max_model_len} exceeds the {backend.max_tokens} tokens of {backend.name}"
         )
-    requests = workload.build(
+    drawn = workload.build(
         cfg.workload,
         backend.tokenizer,
         vocab_size=backend.vocab_size,
@@ -101,13 +101,14 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     )
     pool = _pool(cfg, backend)
     allocator = _allocator(cfg, pool)
-    groups = [_group(cfg, allocator, request, backend) for request in requests]
+    groups = [_group(cfg, allocator, request, backend) for request in drawn.requests]
     executor = backend.make(pool, allocator)
     table = SequenceTable(pool.max_rows, pool.max_tokens)
     scheduler = Scheduler(allocator, table, cfg.scheduler)
     recorder = Recorder(allocator, scheduler, table, keep_tokens=executor.draws_tokens)
     engine = Engine(scheduler, executor, recorder, eos=backend.eos, on_finish=on_finish, audit=cfg.debug.audit)
     record = backend.record | {
+        "workload": drawn.provenance,
         "bytes_per_slot": backend.bytes_per_slot,
         "pool": asdict(pool),
         "block_size": allocator.block_size,

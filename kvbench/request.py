@@ -60,6 +60,7 @@ class Request:
     prompt: int32 ``[num_tokens]`` token ids, at least one, read-only.
     arrival_s: seconds after the run's start.
     max_new_tokens: most tokens to generate per sequence.
+    hash_ids: ids of the prompt's blocks where a trace states them (equal ids: equal content up to there).
     """
 
     request_id: int
@@ -67,6 +68,7 @@ class Request:
     arrival_s: float
     max_new_tokens: int
     sampling: Sampling
+    hash_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(len(self.prompt) >= 1, "prompts", "an empty prompt", "at least one token")

@@ -45,6 +45,8 @@ def load(cfg: Config) -> Backend:
         torch.set_num_threads(cfg.device.num_threads)
     dtype = models.parse_dtype(cfg.dtype.value)
     loaded = models.load(cfg.model, dtype)
+    if loaded.tokenizer is None:
+        raise ConfigError("workload.prompts: this model has no tokenizer; give model.path one that has")
     model: PreTrainedModel = loaded.model.to(device)  # type: ignore[arg-type]
     geometry = inspection.inspect(model)
     linear = _linear(cfg, device)

@@ -4,89 +4,88 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.arrivals import ArrivalConfig, arrival_times
+from kvbench import lengths
+from kvbench.arrivals import arrival_times
 from kvbench.byte_tokenizer import ByteTokenizer
 from kvbench.errors import ConfigError
-from kvbench.input_files import read_columns, token_count
+from kvbench.length_filter import FilterConfig
 from kvbench.models import Tokenizer
 from kvbench.output_lengths import output_lengths
 from kvbench.prompts import read_prompts
 from kvbench.request import Request, Sampling
+from kvbench.traces import Trace
+from kvbench.workload_config import WorkloadConfig, check, length_source, request_limit
 
-TOO_LONG = ("error", "skip", "truncate")
+Prompts = list[NDArray[np.int32]]
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class WorkloadConfig:
-    """Schema of ``conf/workload/``. The YAML files say what each key means.
+@dataclass(frozen=True)
+class Workload:
+    """What a run serves. ``provenance``: where its lengths came from and what they average, JSON types only."""
 
-    ``output_tokens`` takes an integer, a mapping or null, ``early_stopping`` a bool or "never".
-    """
+    requests: list[Request]
+    provenance: dict[str, Any]
 
-    name: str = "prompts"
-    prompts: str | None = None
-    lengths: str | None = None
-    num_requests: int | None = None
-    chat_template: bool = True
-    output_tokens: Any = 64
-    too_long: str = "error"
-    arrival: ArrivalConfig = field(default_factory=ArrivalConfig)
-    mode: str = "greedy"
-    n: int = 1
-    beam_width: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    length_penalty: float = 1.0
-    early_stopping: Any = False
-    ignore_eos: bool = False
+
+@dataclass(frozen=True)
+class Streams:
+    """Independent random streams of one seed: what is drawn from one moves nothing drawn from another."""
+
+    prompts: np.random.Generator
+    lengths: np.random.Generator
+    arrivals: np.random.Generator
+    sampling: np.random.Generator
+
+    @classmethod
+    def of(cls, seed: int) -> "Streams":
+        return cls(*(np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(4)))
 
 
 def validate(cfg: WorkloadConfig) -> None:
-    """Check what needs no model, by drawing the workload with a byte tokenizer. Raises ConfigError."""
-    chat_template = cfg.chat_template and cfg.lengths is not None
-    trial = replace(cfg, chat_template=chat_template)
-    build(trial, ByteTokenizer(), vocab_size=len(ByteTokenizer()), max_tokens=sys.maxsize, seed=0)
+    """Check what needs no model, by drawing the workload without one. Raises ConfigError."""
+    check(cfg)
+    tokenizer = None
+    if length_source(cfg) is None:
+        tokenizer = ByteTokenizer()
+        cfg = replace(cfg, chat_template=False)  # whether there is one depends on the model
+    elif cfg.trace.file is not None:
+        # Texts have other lengths in the model's tokens: what a filter leaves of them is not known yet.
+        cfg = replace(cfg, filter=FilterConfig(), trace=replace(cfg.trace, tokenizer="bytes"))
+    read_prompts(cfg.prompts)
+    build(cfg, tokenizer, vocab_size=len(ByteTokenizer()), max_tokens=sys.maxsize, seed=0)
 
 
-def build(
-    cfg: WorkloadConfig, tokenizer: Tokenizer | None, *, vocab_size: int, max_tokens: int, seed: int
-) -> list[Request]:
+def build(cfg: WorkloadConfig, tokenizer: Tokenizer | None, *, vocab_size: int, max_tokens: int, seed: int) -> Workload:
     """Requests sorted by arrival, ids counting from 0 in that order (gaps where one was skipped).
 
-    ``max_tokens``: the model's limit on prompt + output. Prompts, lengths, arrivals and sampling draw
-    from independent streams of ``seed``. Raises ConfigError naming the setting that cannot be used.
+    ``tokenizer``: None where tokens have no meaning; only lengths can be served then, and prompts are zeros.
+    ``max_tokens``: the model's limit on prompt + output. Prompts, lengths, arrivals and sampling draw from
+    independent streams of ``seed``. Raises ConfigError naming the setting that cannot be used.
     """
     sampling = _sampling(cfg)
-    if cfg.too_long not in TOO_LONG:
-        raise ConfigError(f"workload.too_long: {cfg.too_long!r} is not one of {', '.join(TOO_LONG)}")
-    if cfg.num_requests is not None and cfg.num_requests < 1:
-        raise ConfigError(f"workload.num_requests: {cfg.num_requests} is not an integer >= 1, or null")
-    if tokenizer is None:
-        raise ConfigError("workload.prompts: this model has no tokenizer; give model.path one that has")
-    streams = [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(4)]
-    prompt_rng, length_rng, arrival_rng, sampling_rng = streams
-    if cfg.lengths is None:
-        prompts, outputs = _whole_prompts(cfg, tokenizer, prompt_rng, length_rng)
-    else:
-        prompts, outputs = _cut_prompts(cfg, tokenizer, prompt_rng)
-    arrivals = arrival_times(cfg.arrival, len(prompts), arrival_rng)
-    seeds = sampling_rng.integers(2**63, size=len(prompts))
-    requests = [
-        Request(index, prompt, float(arrival), int(output), replace(sampling, seed=int(request_seed)))
-        for index, (prompt, arrival, output, request_seed) in enumerate(
-            zip(prompts, arrivals, outputs, seeds, strict=True)
-        )
-    ]
-    _check_vocabulary(requests, vocab_size)
-    return _fit(requests, max_tokens, cfg.too_long)
+    check(cfg)
+    streams = Streams.of(seed)
+    draw = _whole_prompts if length_source(cfg) is None else _cut_prompts
+    prompts, drawn, provenance = draw(cfg, tokenizer, streams)
+    if tokenizer is not None:
+        _check_vocabulary(prompts, vocab_size)
+    requests = _requests(prompts, drawn, _samplings(sampling, len(prompts), streams.sampling))
+    fitting = _fit(requests, max_tokens, cfg.too_long)
+    averages = {
+        "num_requests": len(fitting),
+        "num_too_long": len(requests) - len(fitting),
+        "mean_input_tokens": sum(len(request.prompt) for request in fitting) / len(fitting),
+        "mean_output_tokens": sum(request.max_new_tokens for request in fitting) / len(fitting),
+    }
+    return Workload(fitting, provenance | averages)
 
 
 def _sampling(cfg: WorkloadConfig) -> Sampling:
@@ -102,42 +101,53 @@ def _sampling(cfg: WorkloadConfig) -> Sampling:
     )
 
 
+def _samplings(sampling: Sampling, count: int, rng: np.random.Generator) -> Iterator[Sampling]:
+    """One per request; one for all where nothing is sampled, and so no seed is used."""
+    if sampling.mode != "sample":
+        return itertools.repeat(sampling, count)
+    return (replace(sampling, seed=seed) for seed in rng.integers(2**63, size=count).tolist())
+
+
+def _requests(prompts: Prompts, drawn: Trace, samplings: Iterator[Sampling]) -> list[Request]:
+    assert drawn.arrival_s is not None
+    hash_ids = itertools.repeat((), len(drawn)) if drawn.hash_ids is None else drawn.hash_ids
+    columns = zip(prompts, drawn.arrival_s.tolist(), drawn.output_tokens.tolist(), samplings, hash_ids, strict=True)
+    return [Request(index, *fields) for index, fields in enumerate(columns)]
+
+
 def _whole_prompts(
-    cfg: WorkloadConfig,
-    tokenizer: Tokenizer,
-    prompt_rng: np.random.Generator,
-    length_rng: np.random.Generator,
-) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
-    if cfg.output_tokens is None:
+    cfg: WorkloadConfig, tokenizer: Tokenizer | None, streams: Streams
+) -> tuple[Prompts, Trace, dict[str, Any]]:
+    if tokenizer is None:
         raise ConfigError(
-            "workload.lengths: give a CSV with columns input_tokens and output_tokens, or set workload.output_tokens"
+            "workload.prompts: there is no tokenizer to encode texts with; give model.path a model that has one, or "
+            "serve lengths (workload.lengths, workload.histogram, workload.trace.file)"
         )
     texts = read_prompts(cfg.prompts)
-    num_requests = cfg.num_requests or len(texts)
-    chosen = list(itertools.islice(_shuffled_passes(len(texts), prompt_rng), num_requests))
+    limit = request_limit(cfg, len(texts))
+    arrivals = arrival_times(cfg.arrival, limit, streams.arrivals, duration_s=cfg.duration_s)
+    chosen = list(itertools.islice(_shuffled_passes(len(texts), streams.prompts), len(arrivals)))
     tokens = {index: _encode(texts[index], tokenizer, cfg.chat_template) for index in set(chosen)}
-    return [tokens[index] for index in chosen], output_lengths(cfg.output_tokens, num_requests, length_rng)
+    prompts = [tokens[index] for index in chosen]
+    outputs = output_lengths(cfg.output_tokens, len(arrivals), streams.lengths)
+    inputs = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+    return prompts, Trace(inputs, outputs, arrivals), {"source": "prompts", "file": cfg.prompts}
 
 
 def _cut_prompts(
-    cfg: WorkloadConfig, tokenizer: Tokenizer, rng: np.random.Generator
-) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
-    """Prompts of exactly the lengths of ``cfg.lengths``, cut one after the other from our texts.
-
-    Rows are taken in file order, again from the first where more requests are asked for.
-    """
-    if cfg.chat_template:
-        raise ConfigError("workload.chat_template: must be false with workload.lengths, whose lengths are exact")
-    if cfg.output_tokens is not None:
-        raise ConfigError("workload.output_tokens: must be null with workload.lengths, which brings its own")
-    columns = {"input_tokens": token_count, "output_tokens": token_count}
-    rows = read_columns(str(cfg.lengths), columns, "workload.lengths")
-    take = np.arange(cfg.num_requests or len(rows["input_tokens"])) % len(rows["input_tokens"])
-    inputs, outputs = (np.array(rows[column], dtype=np.int64)[take] for column in columns)
+    cfg: WorkloadConfig, tokenizer: Tokenizer | None, streams: Streams
+) -> tuple[Prompts, Trace, dict[str, Any]]:
+    """Prompts of exact lengths, cut one after the other from our texts; without a tokenizer, zeros."""
+    drawn, provenance = lengths.draw(cfg, tokenizer, streams.lengths, streams.arrivals)
+    counts = drawn.input_tokens.tolist()
+    if tokenizer is None:
+        zeros = np.broadcast_to(np.int32(0), max(counts))  # one number, however many tokens
+        return [zeros[:count] for count in counts], drawn, provenance
     # Joined texts: no token that marks the beginning of one may stand in their middle.
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in read_prompts(cfg.prompts)]
-    stream = itertools.chain.from_iterable(texts[index] for index in _shuffled_passes(len(texts), rng))
-    return [np.fromiter(itertools.islice(stream, int(n)), np.int32, int(n)) for n in inputs], outputs
+    order = _shuffled_passes(len(texts), streams.prompts)
+    stream = itertools.chain.from_iterable(texts[index] for index in order)
+    return [np.fromiter(itertools.islice(stream, count), np.int32, count) for count in counts], drawn, provenance
 
 
 def _shuffled_passes(count: int, rng: np.random.Generator) -> Iterator[int]:
@@ -156,11 +166,11 @@ def _encode(text: str, tokenizer: Tokenizer, chat_template: bool) -> NDArray[np.
     return np.array(tokenizer.encode(str(chat), add_special_tokens=False), dtype=np.int32)
 
 
-def _check_vocabulary(requests: list[Request], vocab_size: int) -> None:
-    for request in requests:
-        if (largest := int(request.prompt.max())) >= vocab_size:
+def _check_vocabulary(prompts: Prompts, vocab_size: int) -> None:
+    for index, prompt in enumerate(prompts):
+        if len(prompt) and (largest := int(prompt.max())) >= vocab_size:
             raise ConfigError(
-                f"workload.prompts: token {largest} of request {request.request_id} is outside the model's "
+                f"workload.prompts: token {largest} of request {index} is outside the model's "
                 f"vocabulary of {vocab_size}; the tokenizer at model.path belongs to another model"
             )
 
@@ -179,7 +189,7 @@ def _fit(requests: list[Request], max_tokens: int, too_long: str) -> list[Reques
         elif too_long == "truncate":
             output = min(request.max_new_tokens, max_tokens - 1)
             kept = request.prompt[-(max_tokens - output) :]
-            fitting.append(replace(request, prompt=kept, max_new_tokens=output))
+            fitting.append(replace(request, prompt=kept, max_new_tokens=output, hash_ids=()))
         elif too_long == "error":
             raise ConfigError(
                 f"workload.too_long: request {request.request_id} needs {num_prompt} prompt + "

@@ -118,6 +118,7 @@ def test_lengths_are_exact_in_smollm2_tokens(tmp_path):
     file = write(tmp_path, "l.csv", "input_tokens,output_tokens\n160,106\n490,1\n1,576\n")
     cfg = WorkloadConfig(lengths=file, chat_template=False, output_tokens=None)
     vocab_size = loaded.model.config.vocab_size
-    requests = build(cfg, loaded.tokenizer, vocab_size=vocab_size, max_tokens=loaded.max_tokens, seed=0)
+    built = build(cfg, loaded.tokenizer, vocab_size=vocab_size, max_tokens=loaded.max_tokens, seed=0)
+    requests = built.requests
     assert [(len(r.prompt), r.max_new_tokens) for r in requests] == [(160, 106), (490, 1), (1, 576)]
     assert " the " in loaded.tokenizer.decode(requests[1].prompt)

@@ -29,7 +29,7 @@ def texts(tmp_path):
 
 
 def build_bytes(cfg, seed=0, max_tokens=2048, vocab_size=257):
-    return build(cfg, ByteTokenizer(), vocab_size=vocab_size, max_tokens=max_tokens, seed=seed)
+    return build(cfg, ByteTokenizer(), vocab_size=vocab_size, max_tokens=max_tokens, seed=seed).requests
 
 
 def contents(requests):

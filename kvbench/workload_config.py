@@ -1,0 +1,96 @@
+"""The settings of a workload, and what can be wrong with them on their own."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbench import length_filter
+from kvbench.arrivals import ArrivalConfig
+from kvbench.errors import ConfigError
+from kvbench.length_filter import FilterConfig
+from kvbench.traces import TraceConfig
+
+TOO_LONG = ("error", "skip", "truncate")
+PAIRS = ("in_order", "sample", "independent")
+
+
+@dataclass
+class WorkloadConfig:
+    """Schema of ``conf/workload/``. The YAML files say what each key means.
+
+    ``output_tokens`` takes an integer, a mapping or null, ``early_stopping`` a bool or "never".
+    """
+
+    name: str = "prompts"
+    prompts: str | None = None
+    lengths: str | None = None
+    histogram: str | None = None
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    pairs: str = "in_order"
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    num_requests: int | None = None
+    duration_s: float | None = None
+    chat_template: bool = True
+    output_tokens: Any = 64
+    too_long: str = "error"
+    arrival: ArrivalConfig = field(default_factory=ArrivalConfig)
+    mode: str = "greedy"
+    n: int = 1
+    beam_width: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    length_penalty: float = 1.0
+    early_stopping: Any = False
+    ignore_eos: bool = False
+
+
+def length_source(cfg: WorkloadConfig) -> str | None:
+    """The setting that gives lengths; None where whole prompts are served. Raises ConfigError on two."""
+    sources = {
+        "workload.lengths": cfg.lengths,
+        "workload.histogram": cfg.histogram,
+        "workload.trace.file": cfg.trace.file,
+    }
+    given = [setting for setting, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]}: must be null with {given[1]}; lengths come from one of them")
+    return given[0] if given else None
+
+
+def request_limit(cfg: WorkloadConfig, num_rows: int) -> int | None:
+    """Most requests to draw from ``num_rows`` prompts or lengths; None: as many as arrive in ``duration_s``."""
+    if cfg.num_requests is None and (cfg.duration_s is None or cfg.arrival.process == "all_at_once"):
+        return num_rows
+    return cfg.num_requests
+
+
+def check(cfg: WorkloadConfig) -> None:
+    """Raises ConfigError on settings that are illegal whatever the files hold."""
+    source = length_source(cfg)
+    for setting, value, legal in (("too_long", cfg.too_long, TOO_LONG), ("pairs", cfg.pairs, PAIRS)):
+        if value not in legal:
+            raise ConfigError(f"workload.{setting}: {value!r} is not one of {', '.join(legal)}")
+    if cfg.num_requests is not None and cfg.num_requests < 1:
+        raise ConfigError(f"workload.num_requests: {cfg.num_requests} is not an integer >= 1, or null")
+    if cfg.duration_s is not None and not 0 < cfg.duration_s < math.inf:
+        raise ConfigError(f"workload.duration_s: {cfg.duration_s} is not a finite number > 0, or null")
+    length_filter.check(cfg.filter)
+    if source is None:
+        _check_prompts(cfg)
+    elif cfg.chat_template:
+        raise ConfigError(f"workload.chat_template: must be false with {source}, whose lengths are exact")
+    elif cfg.output_tokens is not None:
+        raise ConfigError(f"workload.output_tokens: must be null with {source}, which brings its own")
+
+
+def _check_prompts(cfg: WorkloadConfig) -> None:
+    if cfg.output_tokens is None:
+        raise ConfigError(
+            "workload.lengths: give a CSV with columns input_tokens and output_tokens, or workload.trace.file a "
+            "trace, or set workload.output_tokens"
+        )
+    if any(bound is not None for bound in vars(cfg.filter).values()):
+        raise ConfigError(
+            "workload.filter: every bound must be null with whole prompts; it applies to workload.lengths, "
+            "workload.histogram and workload.trace.file"
+        )
