@@ -5,6 +5,7 @@ executor supplies the best candidates of every running beam.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,34 @@ class Hypothesis:
 
     tokens: IntArray
     score: float
+
+
+class Beams(Protocol):
+    """What the engine asks of one request's beams.
+
+    done: no step follows; ``hypotheses``, best first, are final.
+    num_candidates: best candidates each running beam must offer to ``advance``.
+    """
+
+    done: bool
+
+    @property
+    def num_candidates(self) -> int: ...
+
+    @property
+    def hypotheses(self) -> list[Hypothesis]: ...
+
+    def advance(
+        self, log_probs: FloatArray, token_ids: IntArray, generated: NDArray[np.signedinteger]
+    ) -> tuple[IntArray, IntArray]:
+        """Choose the beams of the next step.
+
+        log_probs: float32 ``[beams, k]`` best log probabilities of every running beam, descending.
+        token_ids: int64 ``[beams, k]`` their tokens.
+        generated: ``[beams, num_new]`` tokens the beams have generated so far.
+        Returns ``(parents, tokens)``, int64 ``[width]`` each: new beam ``i`` continues beam
+        ``parents[i]`` with ``tokens[i]``. Meaningless once ``done``.
+        """
 
 
 @dataclass
@@ -52,14 +81,7 @@ class BeamSearch:
     def advance(
         self, log_probs: FloatArray, token_ids: IntArray, generated: NDArray[np.signedinteger]
     ) -> tuple[IntArray, IntArray]:
-        """Choose the beams of the next step.
-
-        log_probs: float32 ``[beams, k]`` best log probabilities of every running beam, descending.
-        token_ids: int64 ``[beams, k]`` their tokens.
-        generated: ``[beams, num_new]`` tokens the beams have generated so far.
-        Returns ``(parents, tokens)``, int64 ``[width]`` each: new beam ``i`` continues beam
-        ``parents[i]`` with ``tokens[i]``. Meaningless once ``done``.
-        """
+        """See ``Beams.advance``."""
         total = (log_probs + self.scores[:, None]).ravel()
         best = np.argsort(-total, kind="stable")[: self.num_candidates]
         parents, tokens, totals = best // log_probs.shape[1], token_ids.ravel()[best], total[best]

@@ -46,7 +46,7 @@ def record(overrides: list[str]) -> Recordings:
         composed = compose("config", ["workload=beam_search", "workload.ignore_eos=true", *overrides])
     built = job.build(config.typed(composed))
     provenance = {"config": config.plain(composed), "env": results.environment(built.device)} | built.record
-    observed = [_observe(group) for group in built.groups]
+    observed = observe(built.groups)
     built.engine.run(built.groups)
     prompts = [group.request.prompt for group in built.groups]
     return Recordings(
@@ -57,9 +57,11 @@ def record(overrides: list[str]) -> Recordings:
     )
 
 
-def _observe(group: Group) -> ObservedBeams:
-    assert isinstance(group.beam, BeamSearch)
-    group.beam = observed = ObservedBeams.of(group.beam)
+def observe(groups: list[Group]) -> list[ObservedBeams]:
+    """Have the beams of groups that are yet to run observed."""
+    observed = [ObservedBeams.of(group.beam) for group in groups if isinstance(group.beam, BeamSearch)]
+    for group, beam in zip(groups, observed, strict=True):
+        group.beam = beam
     return observed
 
 

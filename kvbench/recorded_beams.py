@@ -79,7 +79,7 @@ def shipped_parents(width: int) -> IntArray:
 
 
 class ReplayedBeams:
-    """A request's beams as they went in a recording; offers what the engine asks of ``BeamSearch``.
+    """A request's beams (`kvbench.beam.Beams`) as they went in a recording.
 
     Tokens and scores are 0 and candidates are neither needed nor looked at.
 
@@ -107,7 +107,7 @@ class ReplayedBeams:
     def advance(
         self, log_probs: FloatArray, token_ids: IntArray, generated: NDArray[np.signedinteger]
     ) -> tuple[IntArray, IntArray]:
-        """See ``BeamSearch.advance``; the arguments do not matter."""
+        """See ``Beams.advance``; the arguments do not matter."""
         step = self._num_new
         self._num_new = step + 1
         if step == len(self._parents):
