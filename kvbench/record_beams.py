@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 from hydra import compose, initialize_config_dir
-from numpy.typing import NDArray
 
 from kvbench import config, job, results
 from kvbench.allocator import IntArray
-from kvbench.beam import BeamSearch, FloatArray
+from kvbench.beam import BeamSearch, FloatArray, Generated
 from kvbench.group import Group
 from kvbench.main import CONFIG_DIR
 from kvbench.recorded_beams import Recordings
@@ -31,9 +30,7 @@ class ObservedBeams(BeamSearch):
         """The same search, before its first step."""
         return cls(beam.width, beam.max_new_tokens, beam.eos, beam.length_penalty, beam.early_stopping)
 
-    def advance(
-        self, log_probs: FloatArray, token_ids: IntArray, generated: NDArray[np.signedinteger]
-    ) -> tuple[IntArray, IntArray]:
+    def advance(self, log_probs: FloatArray, token_ids: IntArray, generated: Generated) -> tuple[IntArray, IntArray]:
         parents, tokens = super().advance(log_probs, token_ids, generated)
         if not self.done:
             self.parents.append(parents)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.allocator import IntArray
-from kvbench.beam import FloatArray, Hypothesis
+from kvbench.beam import FloatArray, Generated, Hypothesis
 from kvbench.errors import ConfigError
 from kvbench.sampling import uniform
 
@@ -104,9 +104,7 @@ class ReplayedBeams:
             return []
         return [Hypothesis(np.zeros(self._num_new, np.int64), 0.0) for _ in range(self.width)]
 
-    def advance(
-        self, log_probs: FloatArray, token_ids: IntArray, generated: NDArray[np.signedinteger]
-    ) -> tuple[IntArray, IntArray]:
+    def advance(self, log_probs: FloatArray, token_ids: IntArray, generated: Generated) -> tuple[IntArray, IntArray]:
         """See ``Beams.advance``; the arguments do not matter."""
         step = self._num_new
         self._num_new = step + 1
