@@ -95,9 +95,19 @@ class Scheduler:
                 self._grow(decision)
         return decision
 
-    def fork(self, group: Group, parents: IntArray, children: IntArray) -> None:
-        """``children`` continue ``parents``; if the pool has no room the whole group starts over."""
+    def fork(self, groups: list[Group], parents: IntArray, children: IntArray) -> None:
+        """``children`` continue ``parents``, rows of the groups; a group that the pool has no room for starts over."""
         self.table.copy(parents, children)
+        grant = self.allocator.fork(parents, children)
+        if grant is not None:
+            self._granted.take(grant, "fork")
+            return
+        for group in groups:
+            own = np.isin(children, group.rows)
+            if own.any():
+                self._fork_or_drop(group, parents[own], children[own])
+
+    def _fork_or_drop(self, group: Group, parents: IntArray, children: IntArray) -> None:
         grant = self.allocator.fork(parents, children)
         if grant is not None:
             self._granted.take(grant, "fork")
