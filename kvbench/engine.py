@@ -253,6 +253,7 @@ class Engine:
         rows[is_copy] = dead  # as many in each group, and in the groups' order
         for group, start, end in zip(groups, starts, ends, strict=True):
             group.rows = rows[start:end]
+        self.scheduler.rows_changed()
         if len(dead):
             self.scheduler.release(dead)
             self.scheduler.fork(groups, copied, dead)

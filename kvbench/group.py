@@ -19,7 +19,7 @@ class Status(Enum):
     REJECTED = "rejected"
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """One request's sequences and what happened to them.
 
