@@ -30,12 +30,12 @@ def compare(ours: pd.DataFrame, published: pd.DataFrame, *, unit: str) -> pd.Dat
     return rows.reindex(columns=COLUMNS[1:])
 
 
-def write(path: Path, rows: pd.DataFrame, *, order: Sequence[str]) -> None:
-    """Write ``rows`` to ``path``; rows of other figures that stand there already are kept.
+def write(path: Path, rows: pd.DataFrame, *, order: Sequence[str], keep_others: bool) -> None:
+    """Write ``rows`` to ``path``. order: names of the figures in the order of their rows.
 
-    order: names of the figures in the order in which their rows are written.
+    keep_others: rows of figures that are not in ``rows`` stay as they stand in the file.
     """
-    if path.exists():
+    if keep_others and path.exists():
         old = pd.read_csv(path, keep_default_na=False, na_values=[""])
         rows = pd.concat([old[~old["figure"].isin(rows["figure"])], rows])
     place = rows["figure"].map({name: i for i, name in enumerate(order)})
