@@ -22,6 +22,7 @@ def compare(ours: pd.DataFrame, published: pd.DataFrame, *, unit: str) -> pd.Dat
     order = pd.concat([published[SERIES], ours[SERIES]]).drop_duplicates()
     rows = order.merge(rows, on=SERIES, how="left")
     note = rows["note"].fillna("") if "note" in rows else pd.Series("", index=rows.index)
+    note = note.mask(rows["_merge"] == "right_only", "not published")
     rows["note"] = note.mask(rows["_merge"] == "left_only", "not measured")
     rows["unit"] = unit
     rows["n_seeds"] = rows["n_seeds"].fillna(0).astype(int)

@@ -102,10 +102,10 @@ def with_ratios(by_system: dict[str, float]) -> dict[str, float]:
     return by_system | {f"vLLM / {name}": by_system["vLLM"] / by_system[name] for name in baselines}
 
 
-def _published_rates(name: str) -> pd.DataFrame:
+def _and_ratios(published: pd.DataFrame) -> pd.DataFrame:
     rows = [
         (panel, series, LEVEL, value, "plot")
-        for panel, table in paper.load(f"{name}_rates").groupby("panel", sort=False)
+        for panel, table in published.groupby("panel", sort=False)
         for series, value in with_ratios(dict(zip(table["series"], table["value"], strict=True))).items()
     ]
     return pd.DataFrame(rows, columns=[*SERIES, "value", "origin"])
@@ -120,24 +120,29 @@ def _draw(
     samples: pd.DataFrame, panels: list[str], name: str, *, columns: int, curves: pd.DataFrame | None = None
 ) -> Drawing:
     """One panel per name in ``panels``. curves: published ones; without, the published rates at LEVEL are marked."""
-    published = _published_rates(name)
+    published = paper.load(f"{name}_rates")
     points = published.assign(x=published["value"], value=LEVEL) if curves is None else curves
-    comparison = compare(rates(samples), published, unit="requests/s")
+    comparison = compare(rates(samples), _and_ratios(published), unit="requests/s")
     comparison.loc[comparison["series"].str.contains(" / ", regex=False), "unit"] = "ratio"
     rows = len(panels) // columns
-    width = min(style.WIDTH, 1.0 + 3.0 * columns)
-    figure = style.canvas(0.9 + 1.75 * rows, width=width)
+    figure = style.canvas(0.9 + 1.75 * rows, width=style.WIDTH if columns > 1 else 4.6)
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     ours = over_seeds(samples)
     for i, (axes, panel) in enumerate(zip(grid.flat, panels, strict=True)):
         _panel(axes, ours[ours["panel"] == panel], points[points["panel"] == panel])
         axes.set_title(f"({'abcdef'[i]}) {panel}" if len(panels) > 1 else panel)
     for axes in grid[:, 0]:
-        axes.set_ylabel("normalized latency,\ns/token")
+        axes.set_ylabel("normalized latency, s/token")
     for axes in grid[-1]:
         axes.set_xlabel("request rate, requests/s")
     drawn = [series for series in style.LOOKS if series in {*ours["series"], *points["series"]}]
-    style.legend(figure, drawn, columns=columns)
+    style.legend(
+        figure,
+        drawn,
+        columns=max(2, columns),
+        intervals=bool(ours["ci95"].notna().any()),
+        published=f"published, rate at {LEVEL:g} s/token" if curves is None else "published",
+    )
     return Drawing(figure, comparison)
 
 

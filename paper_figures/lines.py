@@ -51,6 +51,7 @@ def fig18a(results: Path) -> Drawing:
     axes.set_xticks(contexts, [f"{context:g}" for context in contexts])
     axes.axhline(1, color="0.6", linewidth=0.6, linestyle=":", zorder=1)
     axes.set(xlabel="context, tokens", ylabel="attention kernel's time,\npaged / contiguous")
+    axes.set_title("ours: a CPU; published: A100, vLLM / FasterTransformer")
     return drawing
 
 
@@ -71,7 +72,7 @@ def fig18b(results: Path) -> Drawing:
     samples = table.assign(panel="", series=table["workload"].map(DATASETS))
     drawing, axes = _compared(samples, "fig18b", unit="s/token")
     style.block_size_axis(axes)
-    axes.set(ylabel="normalized latency, s/token", yscale="log")
+    style.log_latency_axis(axes)
     return drawing
 
 
@@ -96,7 +97,7 @@ def fig19b(results: Path) -> Drawing:
     )
     drawing, axes = _compared(table.assign(panel=""), "fig19b", unit="s/token")
     style.block_size_axis(axes)
-    axes.set(ylabel="normalized latency, s/token", yscale="log")
+    style.log_latency_axis(axes)
     return drawing
 
 
@@ -113,5 +114,5 @@ def _compared(
     for series, curve in ours.sort_values("x").groupby("series", sort=False):
         style.line(axes, series, curve["x"], curve["ours"], half_width=curve["ci95"])
     drawn = [series for series in style.LOOKS if series in {*ours["series"], *published["series"]}]
-    style.legend(figure, drawn, columns=2)
+    style.legend(figure, drawn, columns=2, intervals=bool(ours["ci95"].notna().any()))
     return Drawing(figure, compare(ours, published, unit=unit)), axes

@@ -1,11 +1,14 @@
 """Figures 2, 13 and 15: where KV memory goes, how many requests it holds, what sharing saves."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kvbench.palette import COLOURS
@@ -57,8 +60,9 @@ def fig2(results: Path) -> Drawing:
     published = pd.concat([published, tokens.assign(series="waste", value=100 - tokens["value"])])
     figure = style.canvas(3.1)
     _stacks(figure.subplots(), ours.rename(columns={"ours": "value"}), published)
-    handles = [Patch(facecolor=colour, label=label) for label, colour in PARTS.values()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    handles: list[Artist] = [Patch(facecolor=colour, label=label) for label, colour in PARTS.values()]
+    handles.append(Line2D([], [], color="black", marker="|", markersize=9, ls="", label="95 % interval, token states"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return Drawing(figure, compare(ours, published, unit="% of pool"))
 
 
@@ -69,15 +73,17 @@ def _stacks(axes: Axes, ours: pd.DataFrame, published: pd.DataFrame) -> None:
         shares = table.pivot(index="panel", columns="series", values="value").reindex(SYSTEM_ORDER).fillna(0)
         bottom = np.zeros(len(at))
         for part, (_, colour) in PARTS.items():
-            look = {"hatch": style.HATCH, "alpha": 0.6} if name == "published" else {}
+            look: dict[str, Any] = {"hatch": style.HATCH, "alpha": 0.6} if name == "published" else {}
             axes.bar(x, shares[part], 0.36, bottom=bottom, color=colour, edgecolor="white", linewidth=0.6, **look)
             for i, share in enumerate(shares[part]):
                 if share >= 4:
                     axes.text(x[i], bottom[i] + share / 2, f"{share:.1f}", ha="center", va="center", fontsize=7)
             bottom += shares[part].to_numpy()
-        for i in at:
-            axes.text(x[i], -1.5, name, ha="center", va="top", fontsize=7)
-    axes.set_xticks(at, [style.LOOKS[system].label for system in SYSTEM_ORDER])
+        for centre in x:
+            axes.text(centre, -1.5, name, ha="center", va="top", fontsize=7)
+    tokens = ours[ours["series"] == "token_states"].set_index("panel").reindex(SYSTEM_ORDER)
+    axes.errorbar(at - 0.2, tokens["value"], tokens["ci95"], fmt="none", ecolor="black", elinewidth=0.8, capsize=3)
+    axes.set_xticks(at, [style.LOOKS[system].label for system in SYSTEM_ORDER], fontsize=7.5)
     axes.tick_params(axis="x", length=0, pad=13)
     axes.set(ylabel="share of KV memory, %", ylim=(0, 100))
 
@@ -100,7 +106,8 @@ def fig13(results: Path) -> Drawing:
         dataset = DATASETS[workload]
         mine, theirs = (table[table["panel"] == dataset].set_index("series") for table in (ours, published))
         _pairs(axes, mine, theirs, SYSTEM_ORDER, [style.LOOKS[system].colour for system in SYSTEM_ORDER])
-        axes.set_xticks(axes.get_xticks(), [style.LOOKS[system].label.replace(" / ", "\n") for system in SYSTEM_ORDER])
+        names = [style.LOOKS[system].label.replace(" / ", "\n") for system in SYSTEM_ORDER]
+        axes.set_xticks(axes.get_xticks(), names, fontsize=7)
         axes.set(title=f"{dataset}, {rate:g} requests/s", ylabel="requests running, average")
     _legend_of_pairs(figure)
     return Drawing(figure, compare(ours, published, unit="requests"))
@@ -117,7 +124,7 @@ def fig15(results: Path) -> Drawing:
         _pairs(axes, mine, theirs, list(WIDTHS), [style.LOOKS["vLLM"].colour] * len(WIDTHS))
         axes.set(title=panel, xlabel="beams per request" if "beam" in panel else "sequences per request")
         axes.label_outer()
-    figure.axes[0].set_ylabel("slots saved by sharing, %")
+    figure.axes[0].set_ylabel("blocks saved by sharing, %")
     _legend_of_pairs(figure)
     return Drawing(figure, compare(ours, published, unit="% of blocks"))
 

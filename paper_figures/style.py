@@ -13,14 +13,14 @@ from matplotlib.ticker import NullLocator
 
 from kvbench.palette import LINES
 
-RC = {
+RC: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
     "lines.linewidth": 1.1,
-    "lines.markersize": 4,
+    "lines.markersize": 3.5,
     "hatch.linewidth": 0.5,
     "legend.frameon": False,
     "pdf.fonttype": 42,
@@ -55,8 +55,15 @@ LOOKS = {
     "swap out": Look("swap out", _GREEN, "D"),
     "swap in + out": Look("swap in + out", _BLUE, "o"),
 }
-OURS = {"linestyle": "-"}
-PUBLISHED = {"linestyle": (0, (3, 2)), "markerfacecolor": "white", "linewidth": 0.8}
+OURS: dict[str, Any] = {"linestyle": "-", "zorder": 3}
+# larger and on top, so that both show where they agree
+PUBLISHED: dict[str, Any] = {
+    "linestyle": (0, (3, 2)),
+    "markerfacecolor": "none",
+    "markersize": 6,
+    "linewidth": 0.8,
+    "zorder": 4,
+}
 HATCH = "/////"
 
 
@@ -72,8 +79,7 @@ def canvas(height: float, *, width: float = WIDTH) -> Figure:
 def line(axes: Axes, series: str, x: Any, y: Any, *, half_width: Any = None, published: bool = False) -> None:
     """One curve. half_width: of the 95 % interval, drawn as a band; NaN where there is none."""
     look = LOOKS[series]
-    kind = PUBLISHED if published else OURS
-    axes.plot(x, y, color=look.colour, marker=look.marker, zorder=2 if published else 3, **kind)
+    axes.plot(x, y, color=look.colour, marker=look.marker, **(PUBLISHED if published else OURS))
     if half_width is not None:
         axes.fill_between(x, y - half_width, y + half_width, color=look.colour, alpha=0.2, linewidth=0)
 
@@ -81,20 +87,27 @@ def line(axes: Axes, series: str, x: Any, y: Any, *, half_width: Any = None, pub
 def bars(axes: Axes, at: Any, heights: Any, colours: Any, *, width: float, half_width: Any = None) -> None:
     """Bars with their values on top: filled, or hatched with half_width=None (published)."""
     published = half_width is None
-    fill = {"color": "white", "hatch": HATCH, "edgecolor": colours} if published else {"color": colours}
+    fill: dict[str, Any] = {"color": "white", "hatch": HATCH, "edgecolor": colours} if published else {"color": colours}
     drawn = axes.bar(at, heights, width=width, yerr=half_width, capsize=2, error_kw={"lw": 0.7}, linewidth=0.8, **fill)
-    axes.bar_label(drawn, fmt="%.3g", fontsize=6.5, padding=1)
+    axes.bar_label(drawn, fmt="%.1f", fontsize=6.5, padding=1)
 
 
-def legend(figure: Figure, series: list[str], *, columns: int) -> None:
-    """Below the figure: the series, then what filled and hollow mean."""
-    looks = [LOOKS[name] for name in series]
+def legend(figure: Figure, series: list[str], *, columns: int, intervals: bool, published: str = "published") -> None:
+    """Below the figure: the series where there are several, then what filled and hollow mean."""
+    looks = [LOOKS[name] for name in series] if len(series) > 1 else []
+    colour = "0.3" if looks else LOOKS[series[0]].colour
     handles: list[Artist] = [Line2D([], [], color=look.colour, marker=look.marker, label=look.label) for look in looks]
     handles += [
-        Line2D([], [], color="0.3", marker="o", label="ours, with 95 % interval", **OURS),
-        Line2D([], [], color="0.3", marker="o", label="published", **PUBLISHED),
+        Line2D([], [], color=colour, marker="o", label="ours, with 95 % interval" if intervals else "ours", **OURS),
+        Line2D([], [], color=colour, marker="o", label=published, **PUBLISHED),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def log_latency_axis(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("normalized latency, s/token")
 
 
 def block_size_axis(axes: Axes) -> None:
