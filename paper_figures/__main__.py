@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from paper_figures import fidelity, latency, lines, memory, style
+from paper_figures import columns, fidelity, latency, lines, memory, style
 from paper_figures.drawing import Drawing
 from paper_figures.tables import TableError
 
@@ -23,18 +23,18 @@ class PaperFigure:
 
 
 FIGURES = {
-    "fig1": PaperFigure((lines.BATCH_THROUGHPUT,), lines.fig1),
-    "fig2": PaperFigure((memory.WASTE,), memory.fig2),
-    "fig12": PaperFigure((latency.THROUGHPUT,), latency.fig12),
-    "fig13": PaperFigure((memory.WASTE,), memory.fig13),
-    "fig14": PaperFigure((latency.PARALLEL, latency.BEAM), latency.fig14),
-    "fig15": PaperFigure((memory.PARALLEL, memory.BEAM), memory.fig15),
-    "fig16": PaperFigure((latency.PREFIX,), latency.fig16),
-    "fig17": PaperFigure((latency.CHAT,), latency.fig17),
-    "fig18a": PaperFigure((lines.ATTENTION,), lines.fig18a),
-    "fig18b": PaperFigure((lines.BLOCK_SIZE,), lines.fig18b),
-    "fig19a": PaperFigure((lines.SWAP_COST,), lines.fig19a),
-    "fig19b": PaperFigure((lines.SWAP,), lines.fig19b),
+    "fig1": PaperFigure((columns.BATCH_THROUGHPUT,), lines.fig1),
+    "fig2": PaperFigure((columns.MEMORY_WASTE,), memory.fig2),
+    "fig12": PaperFigure((columns.THROUGHPUT,), latency.fig12),
+    "fig13": PaperFigure((columns.MEMORY_WASTE,), memory.fig13),
+    "fig14": PaperFigure((columns.PARALLEL_SAMPLING, columns.BEAM_SEARCH), latency.fig14),
+    "fig15": PaperFigure((columns.PARALLEL_SAMPLING, columns.BEAM_SEARCH), memory.fig15),
+    "fig16": PaperFigure((columns.SHARED_PREFIX,), latency.fig16),
+    "fig17": PaperFigure((columns.CHAT,), latency.fig17),
+    "fig18a": PaperFigure((columns.ATTENTION_KERNEL,), lines.fig18a),
+    "fig18b": PaperFigure((columns.BLOCK_SIZE,), lines.fig18b),
+    "fig19a": PaperFigure((columns.SWAP_MICROBENCHMARK,), lines.fig19a),
+    "fig19b": PaperFigure((columns.SWAP_VS_RECOMPUTE,), lines.fig19b),
 }
 
 

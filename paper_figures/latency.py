@@ -6,77 +6,78 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from paper_figures import paper, style
+from paper_figures import columns, paper, style
 from paper_figures.drawing import Drawing
 from paper_figures.fidelity import compare
 from paper_figures.statistics import SERIES, over_seeds, rate_at
-from paper_figures.tables import ORCA_AND_PAGED, SYSTEMS, read
+from paper_figures.tables import read
 
 LEVEL = 0.5  # s/token; the paper names no objective, this is the project's choice
 BASELINES = ("FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)")
-THROUGHPUT = "roofline/paper_throughput.parquet"
-PARALLEL = "roofline/paper_parallel_sampling.parquet"
-BEAM = "roofline/paper_beam_search.parquet"
-PREFIX = "roofline/paper_shared_prefix.parquet"
-CHAT = "roofline/paper_chat.parquet"
-
-ALLOCATOR = {"allocator": "config.allocator.name"}
-WORKLOAD = {"workload": "config.workload.name"}
-RATE = {"x": "config.workload.arrival.rate", "seed": "config.seed"}
-LATENCY = {"value": "metric.normalized_latency_s"}
-
-MODELS = {"opt_13b": "OPT-13B", "opt_66b": "OPT-66B", "opt_175b": "OPT-175B"}
-DATASETS = {"sharegpt_paper": "ShareGPT", "alpaca_paper": "Alpaca"}
+KEYS = {"x": columns.RATE, "seed": columns.SEED}
+VALUE = {"value": columns.LATENCY}
 SHOTS = {80: "1-shot", 341: "5-shot"}  # tokens of the shared prefix
 
 
 def fig12(results: Path) -> Drawing:
     table = read(
-        results / THROUGHPUT,
-        labels={**ALLOCATOR, **WORKLOAD, "model": "config.model.name", "batching": "config.scheduler.batching"},
-        keys=RATE,
-        values=LATENCY,
-        keep={"allocator": list(SYSTEMS), "model": list(MODELS), "workload": list(DATASETS)},
+        results / columns.THROUGHPUT,
+        labels={
+            "allocator": columns.ALLOCATOR,
+            "workload": columns.WORKLOAD,
+            "model": columns.MODEL,
+            "batching": columns.BATCHING,
+        },
+        keys=KEYS,
+        values=VALUE,
+        keep={"allocator": list(columns.SYSTEMS), "model": list(columns.MODELS), "workload": list(columns.DATASETS)},
     )
     # `static` stands for FasterTransformer only as that system batched; the others batch continuously
     table = table[(table["allocator"] == "static") == (table["batching"] == "static")]
-    table["panel"] = table["workload"].map(DATASETS) + " " + table["model"].map(MODELS)
-    panels = [f"{data} {model}" for data in DATASETS.values() for model in MODELS.values()]
-    return _draw(_samples(table), panels, "fig12", curves=paper.load("fig12_curves"), columns=3)
+    table = table.assign(panel=table["workload"].map(columns.DATASETS) + " " + table["model"].map(columns.MODELS))
+    panels = [f"{data} {model}" for data in columns.DATASETS.values() for model in columns.MODELS.values()]
+    return _draw(_samples(table), panels, "fig12", curves=paper.load("fig12_curves"), num_columns=3)
 
 
 def fig14(results: Path) -> Drawing:
     tables = []
-    for path, key, panel in ((PARALLEL, "n", "parallel sampling n="), (BEAM, "beam_width", "beam search k=")):
+    for path, key, panel in (
+        (columns.PARALLEL_SAMPLING, "n", "parallel sampling n="),
+        (columns.BEAM_SEARCH, "beam_width", "beam search k="),
+    ):
         table = read(
             results / path,
-            labels={**ALLOCATOR, **WORKLOAD},
-            keys={**RATE, "width": f"config.workload.{key}"},
-            values=LATENCY,
-            keep={"allocator": ORCA_AND_PAGED, "workload": ["alpaca_paper"], "width": [2, 4, 6]},
+            labels={"allocator": columns.ALLOCATOR, "workload": columns.WORKLOAD},
+            keys={**KEYS, "width": f"config.workload.{key}"},
+            values=VALUE,
+            keep={"allocator": columns.ORCA_AND_PAGED, "workload": ["alpaca_paper"], "width": [2, 4, 6]},
         )
-        table["panel"] = panel + table["width"].astype(int).astype(str)
-        tables.append(table)
+        tables.append(table.assign(panel=panel + table["width"].astype(int).astype(str)))
     panels = [f"parallel sampling n={n}" for n in (2, 4, 6)] + [f"beam search k={k}" for k in (2, 4, 6)]
-    return _draw(_samples(pd.concat(tables)), panels, "fig14", columns=3)
+    return _draw(_samples(pd.concat(tables)), panels, "fig14", num_columns=3)
 
 
 def fig16(results: Path) -> Drawing:
     table = read(
-        results / PREFIX,
-        labels=ALLOCATOR,
-        keys={**RATE, "prefix": "config.workload.prefix_tokens"},
-        values=LATENCY,
+        results / columns.SHARED_PREFIX,
+        labels={"allocator": columns.ALLOCATOR},
+        keys={**KEYS, "prefix": columns.PREFIX_TOKENS},
+        values=VALUE,
         keep={"allocator": ["buddy_oracle", "paged"], "prefix": list(SHOTS)},
     )
-    table["panel"] = table["prefix"].map(SHOTS)
-    return _draw(_samples(table), list(SHOTS.values()), "fig16", columns=2)
+    table = table.assign(panel=table["prefix"].map(SHOTS))
+    return _draw(_samples(table), list(SHOTS.values()), "fig16", num_columns=2)
 
 
 def fig17(results: Path) -> Drawing:
-    table = read(results / CHAT, labels=ALLOCATOR, keys=RATE, values=LATENCY, keep={"allocator": ORCA_AND_PAGED})
-    table["panel"] = "chat"
-    return _draw(_samples(table), ["chat"], "fig17", columns=1)
+    table = read(
+        results / columns.CHAT,
+        labels={"allocator": columns.ALLOCATOR},
+        keys=KEYS,
+        values=VALUE,
+        keep={"allocator": columns.ORCA_AND_PAGED},
+    )
+    return _draw(_samples(table.assign(panel="chat")), ["chat"], "fig17", num_columns=1)
 
 
 def rates(samples: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
@@ -112,21 +113,20 @@ def _and_ratios(published: pd.DataFrame) -> pd.DataFrame:
 
 
 def _samples(table: pd.DataFrame) -> pd.DataFrame:
-    table["series"] = table["allocator"].map(SYSTEMS)
-    return table[[*SERIES, "seed", "value"]]
+    return table.assign(series=table["allocator"].map(columns.SYSTEMS))[[*SERIES, "seed", "value"]]
 
 
 def _draw(
-    samples: pd.DataFrame, panels: list[str], name: str, *, columns: int, curves: pd.DataFrame | None = None
+    samples: pd.DataFrame, panels: list[str], name: str, *, num_columns: int, curves: pd.DataFrame | None = None
 ) -> Drawing:
     """One panel per name in ``panels``. curves: published ones; without, the published rates at LEVEL are marked."""
     published = paper.load(f"{name}_rates")
     points = published.assign(x=published["value"], value=LEVEL) if curves is None else curves
     comparison = compare(rates(samples), _and_ratios(published), unit="requests/s")
     comparison.loc[comparison["series"].str.contains(" / ", regex=False), "unit"] = "ratio"
-    rows = len(panels) // columns
-    figure = style.canvas(0.9 + 1.75 * rows, width=style.WIDTH if columns > 1 else 4.6)
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    rows = len(panels) // num_columns
+    figure = style.canvas(0.9 + 1.75 * rows, width=style.WIDTH if num_columns > 1 else 4.6)
+    grid = figure.subplots(rows, num_columns, sharey=True, squeeze=False)
     ours = over_seeds(samples)
     for i, (axes, panel) in enumerate(zip(grid.flat, panels, strict=True)):
         _panel(axes, ours[ours["panel"] == panel], points[points["panel"] == panel])
@@ -139,8 +139,8 @@ def _draw(
     style.legend(
         figure,
         drawn,
-        columns=max(2, columns),
-        intervals=bool(ours["ci95"].notna().any()),
+        columns=max(2, num_columns),
+        ours=style.ours_label(ours),
         published=f"published, rate at {LEVEL:g} s/token" if curves is None else "published",
     )
     return Drawing(figure, comparison)

@@ -6,28 +6,21 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import paper, style
+from paper_figures import columns, paper, style
 from paper_figures.drawing import Drawing
 from paper_figures.fidelity import compare
 from paper_figures.statistics import over_seeds
 from paper_figures.tables import read
 
-BATCH_THROUGHPUT = "roofline/paper_batch_throughput.parquet"
-BLOCK_SIZE = "roofline/paper_block_size.parquet"
-SWAP = "roofline/paper_swap_vs_recompute.parquet"
-SWAP_COST = "roofline/swap_microbenchmark.parquet"
-ATTENTION = "cpu/attention_kernel.parquet"
-
-SEED = {"seed": "config.seed"}
-BLOCK = {"x": "config.allocator.make.block_size"}
-LATENCY = {"value": "metric.normalized_latency_s"}
-DATASETS = {"sharegpt_paper": "ShareGPT", "alpaca_paper": "Alpaca"}
+SEED = {"seed": columns.SEED}
+BY_BLOCK_SIZE = {"x": columns.BLOCK, **SEED}
+LATENCY = {"value": columns.LATENCY}
 PAPER_BLOCK_SIZE = 16  # the paper's default
 
 
 def fig1(results: Path) -> Drawing:
     samples = read(
-        results / BATCH_THROUGHPUT,
+        results / columns.BATCH_THROUGHPUT,
         keys={"x": "metric.peak_batch", **SEED},
         values={"value": "metric.output_tokens_per_s"},
     ).assign(panel="", series="throughput")
@@ -38,7 +31,7 @@ def fig1(results: Path) -> Drawing:
 
 def fig18a(results: Path) -> Drawing:
     table = read(
-        results / ATTENTION,
+        results / columns.ATTENTION_KERNEL,
         keys={"x": "context", "batch": "batch", "block_size": "block_size"},
         values={"paged": "paged_us", "contiguous": "contiguous_us"},
         keep={"batch": [8, 32], "block_size": [PAPER_BLOCK_SIZE]},
@@ -63,13 +56,13 @@ def _published_overhead() -> pd.DataFrame:
 
 def fig18b(results: Path) -> Drawing:
     table = read(
-        results / BLOCK_SIZE,
-        labels={"workload": "config.workload.name", "allocator": "config.allocator.name"},
-        keys={**BLOCK, **SEED},
+        results / columns.BLOCK_SIZE,
+        labels={"workload": columns.WORKLOAD, "allocator": columns.ALLOCATOR},
+        keys=BY_BLOCK_SIZE,
         values=LATENCY,
-        keep={"workload": list(DATASETS), "allocator": ["paged"]},
+        keep={"workload": list(columns.DATASETS), "allocator": ["paged"]},
     )
-    samples = table.assign(panel="", series=table["workload"].map(DATASETS))
+    samples = table.assign(panel="", series=table["workload"].map(columns.DATASETS))
     drawing, axes = _compared(samples, "fig18b", unit="s/token")
     style.block_size_axis(axes)
     style.log_latency_axis(axes)
@@ -78,7 +71,7 @@ def fig18b(results: Path) -> Drawing:
 
 def fig19a(results: Path) -> Drawing:
     parts = {"recompute": "recompute_ms", "swap in": "swap_in_ms", "swap out": "swap_out_ms"}
-    table = read(results / SWAP_COST, keys={"x": "block_size"}, values=parts)
+    table = read(results / columns.SWAP_MICROBENCHMARK, keys={"x": "block_size"}, values=parts)
     table["swap in + out"] = table["swap in"] + table["swap out"]
     samples = table.melt("x", [*parts, "swap in + out"], var_name="series").assign(panel="")
     drawing, axes = _compared(samples, "fig19a", unit="ms")
@@ -89,9 +82,9 @@ def fig19a(results: Path) -> Drawing:
 
 def fig19b(results: Path) -> Drawing:
     table = read(
-        results / SWAP,
-        labels={"series": "config.scheduler.preemption"},
-        keys={**BLOCK, **SEED},
+        results / columns.SWAP_VS_RECOMPUTE,
+        labels={"series": columns.PREEMPTION},
+        keys=BY_BLOCK_SIZE,
         values=LATENCY,
         keep={"series": ["recompute", "swap"]},
     )
@@ -114,5 +107,5 @@ def _compared(
     for series, curve in ours.sort_values("x").groupby("series", sort=False):
         style.line(axes, series, curve["x"], curve["ours"], half_width=curve["ci95"])
     drawn = [series for series in style.LOOKS if series in {*ours["series"], *published["series"]}]
-    style.legend(figure, drawn, columns=2, intervals=bool(ours["ci95"].notna().any()))
+    style.legend(figure, drawn, columns=2, ours=style.ours_label(ours))
     return Drawing(figure, compare(ours, published, unit=unit)), axes

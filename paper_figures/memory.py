@@ -12,24 +12,19 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kvbench.palette import COLOURS
-from paper_figures import paper, style
+from paper_figures import columns, paper, style
 from paper_figures.drawing import Drawing
 from paper_figures.fidelity import compare
 from paper_figures.statistics import over_seeds
-from paper_figures.tables import ORCA_AND_PAGED, SYSTEMS, read
+from paper_figures.tables import read
 
-WASTE = "roofline/paper_memory_waste.parquet"
-PARALLEL = "roofline/paper_parallel_sampling.parquet"
-BEAM = "roofline/paper_beam_search.parquet"
-
-LABELS = {"allocator": "config.allocator.name", "workload": "config.workload.name"}
-RATE = {"rate": "config.workload.arrival.rate", "seed": "config.seed"}
+LABELS = {"allocator": columns.ALLOCATOR, "workload": columns.WORKLOAD}
+KEYS = {"rate": columns.RATE, "seed": columns.SEED}
 SHAREGPT, ALPACA = "sharegpt_paper", "alpaca_paper"
 RATES = {SHAREGPT: 2.0, ALPACA: 30.0}  # requests/s of the paper's batch sizes
-SYSTEM_ORDER = [SYSTEMS[name] for name in ORCA_AND_PAGED]
-DATASETS = {SHAREGPT: "ShareGPT", ALPACA: "Alpaca"}
+SYSTEM_ORDER = [columns.SYSTEMS[name] for name in columns.ORCA_AND_PAGED]
 
-SHARING = ((PARALLEL, "parallel sampling", "n"), (BEAM, "beam search", "beam_width"))
+SHARING = ((columns.PARALLEL_SAMPLING, "parallel sampling", "n"), (columns.BEAM_SEARCH, "beam search", "beam_width"))
 WIDTHS = (2, 4, 6)  # sequences or beams per request
 
 # The paper's parts, and the label and colour of each. Its "external" is what is neither held nor handed out.
@@ -44,15 +39,17 @@ PARTS = {
 def fig2(results: Path) -> Drawing:
     parts = ["token_states", "reservation", "internal_fragmentation", "rounding", "free"]
     table = read(
-        results / WASTE,
+        results / columns.MEMORY_WASTE,
         labels=LABELS,
-        keys=RATE,
+        keys=KEYS,
         values={part: f"metric.{part}_fraction" for part in parts},
-        keep={"allocator": ORCA_AND_PAGED, "workload": [SHAREGPT], "rate": [RATES[SHAREGPT]]},
+        keep={"allocator": columns.ORCA_AND_PAGED, "workload": [SHAREGPT], "rate": [RATES[SHAREGPT]]},
     )
-    table["external"] = table["rounding"] + table["free"]
-    table["waste"] = 1 - table["token_states"]
-    table["panel"] = table["allocator"].map(SYSTEMS)
+    table = table.assign(
+        panel=table["allocator"].map(columns.SYSTEMS),
+        external=table["rounding"] + table["free"],
+        waste=1 - table["token_states"],
+    )
     samples = table.melt(["panel", "seed"], [*PARTS, "waste"], var_name="series").assign(x=np.nan)
     samples["value"] *= 100
     ours, published = over_seeds(samples), paper.load("fig2")
@@ -61,7 +58,9 @@ def fig2(results: Path) -> Drawing:
     figure = style.canvas(3.1)
     _stacks(figure.subplots(), ours.rename(columns={"ours": "value"}), published)
     handles: list[Artist] = [Patch(facecolor=colour, label=label) for label, colour in PARTS.values()]
-    handles.append(Line2D([], [], color="black", marker="|", markersize=9, ls="", label="95 % interval, token states"))
+    if ours["ci95"].notna().any():
+        interval: dict[str, Any] = {"color": "black", "marker": "|", "markersize": 9, "linestyle": ""}
+        handles.append(Line2D([], [], label="95 % interval, token states", **interval))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return Drawing(figure, compare(ours, published, unit="% of pool"))
 
@@ -90,33 +89,34 @@ def _stacks(axes: Axes, ours: pd.DataFrame, published: pd.DataFrame) -> None:
 
 def fig13(results: Path) -> Drawing:
     table = read(
-        results / WASTE,
+        results / columns.MEMORY_WASTE,
         labels=LABELS,
-        keys=RATE,
+        keys=KEYS,
         values={"value": "metric.mean_batch"},
-        keep={"allocator": ORCA_AND_PAGED, "workload": list(RATES)},
+        keep={"allocator": columns.ORCA_AND_PAGED, "workload": list(RATES)},
     )
     table = table[table["rate"] == table["workload"].map(RATES)]
     samples = table.assign(
-        panel=table["workload"].map(DATASETS), series=table["allocator"].map(SYSTEMS), x=table["rate"]
+        panel=table["workload"].map(columns.DATASETS), series=table["allocator"].map(columns.SYSTEMS), x=table["rate"]
     )
     ours, published = over_seeds(samples), paper.load("fig13")
     figure = style.canvas(2.6)
     for axes, (workload, rate) in zip(figure.subplots(1, 2), RATES.items(), strict=True):
-        dataset = DATASETS[workload]
+        dataset = columns.DATASETS[workload]
         mine, theirs = (table[table["panel"] == dataset].set_index("series") for table in (ours, published))
         _pairs(axes, mine, theirs, SYSTEM_ORDER, [style.LOOKS[system].colour for system in SYSTEM_ORDER])
         names = [style.LOOKS[system].label.replace(" / ", "\n") for system in SYSTEM_ORDER]
         axes.set_xticks(axes.get_xticks(), names, fontsize=7)
         axes.set(title=f"{dataset}, {rate:g} requests/s", ylabel="requests running, average")
-    _legend_of_pairs(figure)
+    _legend_of_pairs(figure, ours)
     return Drawing(figure, compare(ours, published, unit="requests"))
 
 
 def fig15(results: Path) -> Drawing:
     samples = pd.concat([_savings(results / path, mode, key) for path, mode, key in SHARING])
     ours, published = over_seeds(samples), paper.load("fig15")
-    published = published[published["panel"].isin(ours["panel"])]
+    # of the text's ranges only those of what was measured
+    published = published[(published["origin"] == "plot") | published["panel"].isin(ours["panel"])]
     panels = list(dict.fromkeys(published["panel"]))
     figure = style.canvas(2.4, width=min(style.WIDTH, 0.5 + 2.5 * len(panels)))
     for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False).flat, panels, strict=True):
@@ -125,7 +125,7 @@ def fig15(results: Path) -> Drawing:
         axes.set(title=panel, xlabel="beams per request" if "beam" in panel else "sequences per request")
         axes.label_outer()
     figure.axes[0].set_ylabel("blocks saved by sharing, %")
-    _legend_of_pairs(figure)
+    _legend_of_pairs(figure, ours)
     return Drawing(figure, compare(ours, published, unit="% of blocks"))
 
 
@@ -134,11 +134,11 @@ def _savings(path: Path, mode: str, key: str) -> pd.DataFrame:
     table = read(
         path,
         labels=LABELS,
-        keys={**RATE, "x": f"config.workload.{key}"},
+        keys={**KEYS, "x": f"config.workload.{key}"},
         values={"value": "metric.sharing_saving_fraction"},
-        keep={"allocator": ["paged"], "workload": list(DATASETS), "x": list(WIDTHS)},
+        keep={"allocator": ["paged"], "workload": list(columns.DATASETS), "x": list(WIDTHS)},
     )
-    table["panel"] = table["workload"].map(DATASETS) + " " + mode
+    table = table.assign(panel=table["workload"].map(columns.DATASETS) + " " + mode)
     by_seed = table.groupby(["panel", "x", "seed"], sort=False)["value"].mean().reset_index()
     return by_seed.assign(series="vLLM", value=100 * by_seed["value"])
 
@@ -147,15 +147,16 @@ def _pairs(axes: Axes, ours: pd.DataFrame, published: pd.DataFrame, order: list,
     """Ours beside published, per entry of ``order`` (their index)."""
     at = np.arange(len(order))
     ours, published = ours.reindex(order), published.reindex(order)
-    style.bars(axes, at - 0.2, ours["ours"], colours, width=0.36, half_width=ours["ci95"].fillna(0))
-    style.bars(axes, at + 0.2, published["value"], colours, width=0.36)
+    intervals = ours["ci95"].fillna(0) if ours["ci95"].notna().any() else None
+    style.bars(axes, at - 0.2, ours["ours"], colours, width=0.36, half_width=intervals)
+    style.bars(axes, at + 0.2, published["value"], colours, width=0.36, published=True)
     axes.set_xticks(at, [str(entry) for entry in order])
     axes.margins(y=0.12)
 
 
-def _legend_of_pairs(figure: Figure) -> None:
+def _legend_of_pairs(figure: Figure, ours: pd.DataFrame) -> None:
     handles = [
-        Patch(facecolor="0.4", label="ours, with 95 % interval"),
+        Patch(facecolor="0.4", label=style.ours_label(ours)),
         Patch(facecolor="white", edgecolor="0.4", hatch=style.HATCH, label="published"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)

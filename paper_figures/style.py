@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -60,7 +61,7 @@ OURS: dict[str, Any] = {"linestyle": "-", "zorder": 3}
 PUBLISHED: dict[str, Any] = {
     "linestyle": (0, (3, 2)),
     "markerfacecolor": "none",
-    "markersize": 6,
+    "markersize": 5.5,
     "linewidth": 0.8,
     "zorder": 4,
 }
@@ -84,9 +85,10 @@ def line(axes: Axes, series: str, x: Any, y: Any, *, half_width: Any = None, pub
         axes.fill_between(x, y - half_width, y + half_width, color=look.colour, alpha=0.2, linewidth=0)
 
 
-def bars(axes: Axes, at: Any, heights: Any, colours: Any, *, width: float, half_width: Any = None) -> None:
-    """Bars with their values on top: filled, or hatched with half_width=None (published)."""
-    published = half_width is None
+def bars(
+    axes: Axes, at: Any, heights: Any, colours: Any, *, width: float, half_width: Any = None, published: bool = False
+) -> None:
+    """Bars with their values on top: filled, or hatched where published. half_width: of the 95 % interval."""
     fill: dict[str, Any] = {"color": "white", "hatch": HATCH, "edgecolor": colours} if published else {"color": colours}
     drawn = axes.bar(at, heights, width=width, yerr=half_width, capsize=2, error_kw={"lw": 0.7}, linewidth=0.8, **fill)
     axes.bar_label(drawn, fmt="%.1f", fontsize=6.5, padding=1)
@@ -98,7 +100,7 @@ def legend(figure: Figure, series: list[str], *, columns: int, intervals: bool, 
     colour = "0.3" if looks else LOOKS[series[0]].colour
     handles: list[Artist] = [Line2D([], [], color=look.colour, marker=look.marker, label=look.label) for look in looks]
     handles += [
-        Line2D([], [], color=colour, marker="o", label="ours, with 95 % interval" if intervals else "ours", **OURS),
+        Line2D([], [], color=colour, marker="o", label=ours, **OURS),
         Line2D([], [], color=colour, marker="o", label=published, **PUBLISHED),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)

@@ -6,16 +6,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-# Allocator of a run -> the paper's system that it stands for. `static` is one only with static batching.
-SYSTEMS = {
-    "static": "FasterTransformer",
-    "buddy_max": "Orca (Max)",
-    "buddy_pow2": "Orca (Pow2)",
-    "buddy_oracle": "Orca (Oracle)",
-    "paged": "vLLM",
-}
-ORCA_AND_PAGED = [name for name in SYSTEMS if name != "static"]
-
 
 class TableError(Exception):
     """A stored table that cannot be what its figure expects; names the file and the column."""
@@ -33,7 +23,8 @@ def read(
 
     labels: text. keys: numbers. Together they tell rows apart, so that no two rows may agree in all of them.
     values: numbers that were measured. keep: label or key -> the values of the rows to keep; the other rows
-    are not looked at. Raises TableError where a column is missing, or a number is missing or not finite.
+    are not looked at. Raises TableError where a column is missing, no row is kept, or a
+    number is missing or not finite.
     """
     labels, keep = labels or {}, keep or {}
     columns = {**labels, **keys, **values}
@@ -44,6 +35,8 @@ def read(
     table = stored[list(columns.values())].set_axis(list(columns), axis=1)
     for name, wanted in keep.items():
         table = table[table[name].isin(list(wanted))]
+        if table.empty:
+            raise TableError(f"{path}: no row left whose {columns[name]!r} is among {list(wanted)}")
     table = table.reset_index(drop=True)
     for name in (*keys, *values):
         table[name] = _finite(table[name], f"{path}: column {columns[name]!r}")
