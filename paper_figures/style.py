@@ -94,7 +94,11 @@ def bars(
     axes.bar_label(drawn, fmt="%.1f", fontsize=6.5, padding=1)
 
 
-def legend(figure: Figure, series: list[str], *, columns: int, intervals: bool, published: str = "published") -> None:
+def ours_label(ours: pd.DataFrame) -> str:
+    return "ours, with 95 % interval" if ours["ci95"].notna().any() else "ours"
+
+
+def legend(figure: Figure, series: list[str], *, columns: int, ours: str, published: str = "published") -> None:
     """Below the figure: the series where there are several, then what filled and hollow mean."""
     looks = [LOOKS[name] for name in series] if len(series) > 1 else []
     colour = "0.3" if looks else LOOKS[series[0]].colour
