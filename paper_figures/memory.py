@@ -118,13 +118,13 @@ def fig15(results: Path) -> Drawing:
     # of the text's ranges only those of what was measured
     published = published[(published["origin"] == "plot") | published["panel"].isin(ours["panel"])]
     panels = list(dict.fromkeys(published["panel"]))
-    figure = style.canvas(2.4, width=min(style.WIDTH, 0.5 + 2.5 * len(panels)))
-    for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False).flat, panels, strict=True):
+    rows = len(panels) // 2
+    figure = style.canvas(0.5 + 1.9 * rows, width=5.5)
+    for axes, panel in zip(figure.subplots(rows, 2, sharey=True, squeeze=False).flat, panels, strict=True):
         mine, theirs = (table[table["panel"] == panel].set_index("x") for table in (ours, published))
         _pairs(axes, mine, theirs, list(WIDTHS), [style.LOOKS["vLLM"].colour] * len(WIDTHS))
         axes.set(title=panel, xlabel="beams per request" if "beam" in panel else "sequences per request")
-        axes.label_outer()
-    figure.axes[0].set_ylabel("blocks saved by sharing, %")
+        axes.set_ylabel("" if "beam" in panel else "blocks saved by sharing, %")
     _legend_of_pairs(figure, ours)
     return Drawing(figure, compare(ours, published, unit="% of blocks"))
 
