@@ -1,6 +1,5 @@
 """What a reader of a printed page needs: units, intervals, and ours told from the published without colour."""
 
-from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
