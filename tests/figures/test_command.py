@@ -58,7 +58,9 @@ def test_figures_without_a_table_are_named_and_skipped(tmp_path: Path, capsys: p
 def test_a_figure_needs_all_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic.write(tmp_path, "roofline/paper_beam_search", synthetic.sharing("beam_width", saving=0.1))
     assert main(["--only", "fig15", "--results", str(tmp_path), "--out", str(tmp_path / "figures")]) == 2
-    assert "paper_parallel_sampling.parquet" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "paper_parallel_sampling.parquet" in printed.out
+    assert "nothing to draw" in printed.err
 
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """What a reader of a printed page needs: units, intervals, and ours told from the published without colour."""
 
-
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
