@@ -108,6 +108,17 @@ def test_savings_are_averaged_over_rates_before_seeds(results: Path) -> None:
     assert not table["panel"].str.contains("ShareGPT").any()
 
 
+def test_ranges_of_the_text_appear_once_sharegpt_is_measured(tmp_path: Path) -> None:
+    beams = synthetic.sharing("beam_width", saving=0.1)
+    synthetic.write(tmp_path, "roofline/paper_parallel_sampling", synthetic.sharing("n", saving=0.02))
+    sharegpt = [row | {"config.workload.name": "sharegpt_paper"} for row in beams]
+    synthetic.write(tmp_path, "roofline/paper_beam_search", beams + sharegpt)
+    table = fig15(tmp_path).comparison
+    got = row(table, "ShareGPT beam search", "vLLM", 6)
+    assert (got["ours"], got["published"], got["origin"]) == (pytest.approx(50), 66.3, "text")
+    assert row(table, "ShareGPT parallel sampling", "vLLM", 2)["note"] == "not measured"
+
+
 def test_prefixes_are_told_apart_by_their_length(tmp_path: Path) -> None:
     rows = synthetic.curve("paged", "prefix", config__workload__prefix_tokens=341)
     rows += synthetic.curve("paged", "prefix", config__workload__prefix_tokens=200)
