@@ -50,12 +50,15 @@ def assert_equal(left: Trace, right: Trace) -> None:
 # Formats: each file holds the same requests, and `auto` knows it
 
 EXPECTED = {
-    "azure": AZURE
-    + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n2023-11-16 18:15:51.2224670,879,55\n",
-    "azure 2024": AZURE
-    + "2024-05-10 00:00:01+00:00,374,44\n2024-05-10 01:00:05.314579+01:00,396,109\n2024-05-10T00:00:05.541877Z,879,55\n",
-    "burstgpt": BURSTGPT
-    + "7,ChatGPT,374,44,418,Conversation log\n11.314579,GPT-4,396,109,505,API log\n11.541877,GPT-4,879,55,934,API log\n",
+    "azure": AZURE + "2023-11-16 18:15:46.6805900,374,44\n"
+    "2023-11-16 18:15:50.9951690,396,109\n"
+    "2023-11-16 18:15:51.2224670,879,55\n",
+    "azure 2024": AZURE + "2024-05-10 00:00:01+00:00,374,44\n"
+    "2024-05-10 01:00:05.314579+01:00,396,109\n"
+    "2024-05-10T00:00:05.541877Z,879,55\n",
+    "burstgpt": BURSTGPT + "7,ChatGPT,374,44,418,Conversation log\n"
+    "11.314579,GPT-4,396,109,505,API log\n"
+    "11.541877,GPT-4,879,55,934,API log\n",
     "csv": "arrival_s,note,output_tokens,input_tokens\r\n0,,44,374\r\n4.314579,,109,396\r\n\r\n4.541877,,55,879\r\n",
     "mooncake": mooncake(
         {"timestamp": 27482, "input_length": 374, "output_length": 44, "hash_ids": [46]},
@@ -126,20 +129,38 @@ def test_sharegpt_takes_the_first_human_turn_that_is_answered(tmp_path):
 # Malformed rows
 
 BAD = {
-    "azure": [("2023-11-16 18:15:46,5,0", "GeneratedTokens is '0'"), ("2023-11-16 18:15:46,,5", "ContextTokens is ''"),
-              ("2023-02-30 18:15:46,5,5", "TIMESTAMP is '2023-02-30 18:15:46'"), ("yesterday,5,5", "TIMESTAMP"),
-              ("2023-11-16 18:15:46,5", "GeneratedTokens is None"), ('"2023-11-16 18:15:46,5,5', "TIMESTAMP is")],
-    "burstgpt": [("1,m,5,0,5,x", "Response tokens is '0'"), ("-1,m,5,5,5,x", "Timestamp is '-1'"),
-                 ("1,m,5.0,5,5,x", "Request tokens is '5.0'"), ("1,m", "Request tokens is None")],
-    "csv": [("nan,5,5", "arrival_s is 'nan'"), ("1,5,1_0", "output_tokens is '1_0'"), ("1,99999999999,5", "input_tokens"),
-            ("inf,5,5", "arrival_s is 'inf'"), ("1,-5,5", "input_tokens is '-5'")],
-    "mooncake": [('{"timestamp": 1, "input_length": 5}', "output_length is None"), ("{broken", "timestamp is '{broken'"),
-                 ('{"timestamp": true, "input_length": 5, "output_length": 5}', "timestamp is True"),
-                 ('{"timestamp": 1, "input_length": "5", "output_length": 5}', "input_length is '5'"),
-                 ('{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [1.5]}', "hash_ids is"),
-                 ('[1, 5, 5]', "timestamp is"), ('{"timestamp": NaN, "input_length": 5, "output_length": 5}', "timestamp"),
-                 ('{"timestamp": ' + "9" * 400 + ', "input_length": 5, "output_length": 5}', "timestamp is 9999")],
-}  # fmt: skip
+    "azure": {
+        "2023-11-16 18:15:46,5,0": "GeneratedTokens is '0'",
+        "2023-11-16 18:15:46,,5": "ContextTokens is ''",
+        "2023-11-16 18:15:46,5": "GeneratedTokens is None",
+        "2023-02-30 18:15:46,5,5": "TIMESTAMP is '2023-02-30 18:15:46'",
+        "yesterday,5,5": "TIMESTAMP is 'yesterday'",
+        '"2023-11-16 18:15:46,5,5': "TIMESTAMP is ",  # a stray quote
+    },
+    "burstgpt": {
+        "1,m,5,0,5,x": "Response tokens is '0'",
+        "-1,m,5,5,5,x": "Timestamp is '-1'",
+        "1,m,5.0,5,5,x": "Request tokens is '5.0'",
+        "1,m": "Request tokens is None",
+    },
+    "csv": {
+        "nan,5,5": "arrival_s is 'nan'",
+        "inf,5,5": "arrival_s is 'inf'",
+        "1,5,1_0": "output_tokens is '1_0'",
+        "1,-5,5": "input_tokens is '-5'",
+        "1,99999999999,5": "input_tokens is '99999999999'",
+    },
+    "mooncake": {
+        "{broken": "timestamp is '{broken'",
+        "[1, 5, 5]": "timestamp is '[1, 5, 5]'",
+        '{"timestamp": 1, "input_length": 5}': "output_length is None",
+        '{"timestamp": 1, "input_length": "5", "output_length": 5}': "input_length is '5'",
+        '{"timestamp": true, "input_length": 5, "output_length": 5}': "timestamp is True",
+        '{"timestamp": NaN, "input_length": 5, "output_length": 5}': "timestamp is nan",
+        '{"timestamp": 1%s, "input_length": 5, "output_length": 5}' % ("0" * 400): "timestamp is 1000",
+        '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [1.5]}': "hash_ids is [1.5]",
+    },
+}
 GOOD = {
     "azure": (AZURE, "2023-11-16 18:15:46,5,6"),
     "burstgpt": (BURSTGPT, "1,m,5,6,11,x"),
@@ -148,7 +169,9 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize(("name", "bad", "what"), [(name, *case) for name, cases in BAD.items() for case in cases])
+@pytest.mark.parametrize(
+    ("name", "bad", "what"), [(name, *case) for name, cases in BAD.items() for case in cases.items()]
+)
 def test_a_malformed_row_is_an_error_with_its_line_or_skipped_and_counted(tmp_path, name, bad, what):
     header, good = GOOD[name]
     file = save(tmp_path, f"{header}{good}\n\n{bad}\n{good}\n")
@@ -161,8 +184,18 @@ def test_a_malformed_row_is_an_error_with_its_line_or_skipped_and_counted(tmp_pa
     assert (provenance["rows_read"], provenance["rows_skipped"]) == (3, 1)
 
 
-@pytest.mark.parametrize("bad", [[], {}, "text", {"conversations": {}}, {"conversations": ["hi"]},
-                                 conversation(("human", 3), ("gpt", "x")), conversation(("human", "\ud800"), ("gpt", "x"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [],
+        {},
+        "text",
+        {"conversations": {}},
+        {"conversations": ["hi"]},
+        conversation(("human", 3), ("gpt", "x")),
+        conversation(("human", "\ud800"), ("gpt", "x")),
+    ],
+)
 def test_malformed_conversations(tmp_path, bad):
     good = conversation(("human", "ab"), ("gpt", "c"))
     file = save(tmp_path, "[\n" + ",\n".join(json.dumps(item) for item in (good, bad, good)) + "\n]")

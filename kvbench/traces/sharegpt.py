@@ -64,7 +64,7 @@ def named_tokenizer(name: str) -> Tokenizer:
         )
         reason: object = None if tokenizer.vocab_size > 0 else "no vocabulary"
     except (OSError, ValueError) as error:
-        reason = refusal or error
+        reason = refusal or str(error).splitlines()[0]
     if reason is not None:
         raise ConfigError(
             f"{SETTING}: {name} is no tokenizer that transformers can load ({reason}); "
