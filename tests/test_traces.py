@@ -95,10 +95,11 @@ def test_azure_arrivals_are_exact_to_the_microsecond(tmp_path):
 
 
 def test_rows_are_put_in_order_of_arrival_and_ties_stay_in_file_order(tmp_path):
-    text = "arrival_s,input_tokens,output_tokens\n5,1,1\n2,2,2\n5,3,3\n2,4,4\n"
+    rows = [(2 + i * 7 % 3, i + 1) for i in range(300)]
+    text = "arrival_s,input_tokens,output_tokens\n" + "".join(f"{at},{tokens},1\n" for at, tokens in rows)
     trace, _ = traces.read(save(tmp_path, text))
-    assert trace.input_tokens.tolist() == [2, 4, 1, 3]
-    assert trace.arrival_s.tolist() == [2, 2, 5, 5]  # of a plain file as they stand
+    expected = sorted(rows, key=lambda row: row[0])
+    assert list(zip(trace.arrival_s, trace.input_tokens, strict=True)) == expected  # a plain file's times stand
     trace, _ = traces.read(save(tmp_path, AZURE + "2023-01-01 00:00:02,1,1\n2023-01-01 00:00:00,2,2\n"))
     assert trace.arrival_s.tolist() == [0, 2]
 
