@@ -156,6 +156,7 @@ BAD = {
         "[1, 5, 5]": "timestamp is '[1, 5, 5]'",
         '{"timestamp": 1, "input_length": 5}': "output_length is None",
         '{"timestamp": 1, "input_length": "5", "output_length": 5}': "input_length is '5'",
+        '{"timestamp": 1, "input_length": 5, "output_length": true}': "output_length is True",
         '{"timestamp": true, "input_length": 5, "output_length": 5}': "timestamp is True",
         '{"timestamp": NaN, "input_length": 5, "output_length": 5}': "timestamp is nan",
         '{"timestamp": 1%s, "input_length": 5, "output_length": 5}' % ("0" * 400): "timestamp is 1000",
