@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvbench.errors import ConfigError
 from kvbench.length_filter import FilterConfig
 from kvbench.models import Tokenizer
 from kvbench.output_lengths import output_lengths
-from kvbench.prompts import read_prompts
+from kvbench.prompts import SHIPPED, read_prompts
 from kvbench.request import Request, Sampling
 from kvbench.traces import Trace
 from kvbench.workload_config import WorkloadConfig, check, length_source, request_limit
@@ -131,7 +132,8 @@ def _whole_prompts(
     prompts = [tokens[index] for index in chosen]
     outputs = output_lengths(cfg.output_tokens, len(arrivals), streams.lengths)
     inputs = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    return prompts, Trace(inputs, outputs, arrivals), {"source": "prompts", "file": cfg.prompts}
+    provenance = {"source": "prompts", "file": Path(cfg.prompts or SHIPPED.name).name}
+    return prompts, Trace(inputs, outputs, arrivals), provenance
 
 
 def _cut_prompts(
