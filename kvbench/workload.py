@@ -50,8 +50,16 @@ class Streams:
         return cls(*(np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(4)))
 
 
+_passed: set[str] = set()  # configurations that `validate` found good
+
+
 def validate(cfg: WorkloadConfig) -> None:
-    """Check what needs no model, by drawing the workload without one. Raises ConfigError."""
+    """Check what needs no model, by drawing the workload without one. Raises ConfigError.
+
+    What has passed is not drawn again: a sweep's jobs mostly share their workload.
+    """
+    if (key := repr(cfg)) in _passed:
+        return
     check(cfg)
     tokenizer = None
     if length_source(cfg) is None:
@@ -62,6 +70,7 @@ def validate(cfg: WorkloadConfig) -> None:
         cfg = replace(cfg, filter=FilterConfig(), trace=replace(cfg.trace, tokenizer="bytes"))
     read_prompts(cfg.prompts)
     build(cfg, tokenizer, vocab_size=len(ByteTokenizer()), max_tokens=sys.maxsize, seed=0)
+    _passed.add(key)
 
 
 def build(cfg: WorkloadConfig, tokenizer: Tokenizer | None, *, vocab_size: int, max_tokens: int, seed: int) -> Workload:

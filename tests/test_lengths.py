@@ -87,18 +87,26 @@ def test_input_and_output_are_drawn_independently():
     assert abs(np.corrcoef(drawn.input_tokens, drawn.output_tokens)[0, 1]) < 4 / np.sqrt(100_000)
 
 
-@pytest.mark.parametrize("name", ["sharegpt_paper", "alpaca_paper"])
-def test_paper_workloads_keep_the_benchmark_filter(name):
-    cfg = OmegaConf.to_object(composed(f"workload={name}", "workload.duration_s=200").workload)
-    drawn = pairs(build_blank(cfg))
-    assert len(drawn) > 300
-    for num_input, num_output in drawn:
-        assert num_input >= 4
+BENCHMARK_FILTER = FilterConfig(min_input=4, min_output=4, max_input=1024, max_total=2048)
+
+
+@pytest.mark.parametrize(("name", "means"), [("sharegpt_paper", (161.31, 337.99)), ("alpaca_paper", (19.31, 58.45))])
+def test_paper_workloads_fit_the_model_and_keep_the_published_means(name, means):
+    """Redrawing the pairs beyond 2048 tokens moves no mean by more than 3 %."""
+    cfg = OmegaConf.to_object(composed(f"workload={name}", "workload.num_requests=60000").workload)
+    cfg = replace(cfg, duration_s=None)
+    drawn = np.array(pairs(build_blank(cfg)))
+    assert drawn.sum(axis=1).max() <= 2048
+    assert drawn.mean(axis=0) == pytest.approx(means, rel=0.03)
+
+
+def test_the_filter_of_the_vllm_benchmark_is_kept():
+    cfg = OmegaConf.to_object(composed("workload=sharegpt_paper", "workload.duration_s=200").workload)
+    for num_input, num_output in pairs(build_blank(replace(cfg, filter=BENCHMARK_FILTER))):
+        assert 4 <= num_input <= 1024
         assert num_output >= 4
-        assert num_input <= 1024
         assert num_input + num_output <= 2048
-    unfiltered = replace(cfg, filter=FilterConfig())
-    assert min(min(pair) for pair in pairs(build_blank(unfiltered))) < 4
+    assert min(min(pair) for pair in pairs(build_blank(replace(cfg, filter=FilterConfig())))) < 4
 
 
 def test_a_filter_that_nothing_passes_is_named():
