@@ -1,0 +1,32 @@
+"""What a job can be asked to do (``task=...``, set by the experiments)."""
+
+from pathlib import Path
+from typing import Protocol
+
+from omegaconf import DictConfig
+
+from kvbench import calibrate, capacity, run, validation
+from kvbench.config import Config, Task
+from kvbench.run import Jobs
+
+
+class TaskModule(Protocol):
+    @staticmethod
+    def validate(cfg: Config) -> None:
+        """What can be wrong with a job's settings and be known before the sweep starts. Raises ConfigError."""
+
+    @staticmethod
+    def run(cfg: DictConfig, path: Path) -> None:
+        """Do one job; its directory is ``path``."""
+
+    @staticmethod
+    def summarize(jobs: Jobs, directory: Path) -> None:
+        """Say what came of a sweep's jobs, as far as they are complete, and write it to the sweep's directory."""
+
+
+TASKS: dict[Task, TaskModule] = {
+    Task.run: run,
+    Task.calibrate: calibrate,
+    Task.validate: validation,
+    Task.capacity: capacity,
+}
