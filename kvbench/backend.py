@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from kvbench.allocator import Allocator, Pool
+from kvbench.beam import Beams
 from kvbench.models import Tokenizer
 from kvbench.plan import Executor
+from kvbench.request import Request
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Backend:
     device: of the tensors; the CPU where there are none. tokenizer: None where tokens have no meaning.
     max_tokens: most tokens (prompt and output) of one sequence, by the model. eos: ids that end a sequence.
     device_bytes, host_bytes: memory free for the pool's tiers; shares_memory: both are the same memory.
-    make: the executor for a pool. record: what a run record says of all this, JSON types.
+    make: the executor for a pool. beams: the beam search of a request.
+    record: what a run record says of all this, JSON types.
     """
 
     device: torch.device
@@ -32,4 +35,5 @@ class Backend:
     host_bytes: int
     shares_memory: bool
     make: Callable[[Pool, Allocator], Executor]
+    beams: Callable[[Request], Beams]
     record: dict[str, Any]

@@ -4,7 +4,9 @@ Source: ``GenerationMixin._beam_search`` of transformers 5 (``do_sample=False``)
 executor supplies the best candidates of every running beam.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from kvbench.allocator import IntArray
 
 FloatArray = NDArray[np.float32]
+Generated = Callable[[], NDArray[np.signedinteger]]
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,32 @@ class Hypothesis:
 
     tokens: IntArray
     score: float
+
+
+class Beams(Protocol):
+    """What the engine asks of one request's beams.
+
+    done: no step follows; ``hypotheses``, best first, are final.
+    num_candidates: best candidates each running beam must offer to ``advance``.
+    """
+
+    done: bool
+
+    @property
+    def num_candidates(self) -> int: ...
+
+    @property
+    def hypotheses(self) -> list[Hypothesis]: ...
+
+    def advance(self, log_probs: FloatArray, token_ids: IntArray, generated: Generated) -> tuple[IntArray, IntArray]:
+        """Choose the beams of the next step.
+
+        log_probs: float32 ``[beams, k]`` best log probabilities of every running beam, descending.
+        token_ids: int64 ``[beams, k]`` their tokens.
+        generated: gives the tokens that the beams have generated so far, ``[beams, num_new]``.
+        Returns ``(parents, tokens)``, int64 ``[width]`` each: new beam ``i`` continues beam
+        ``parents[i]`` with ``tokens[i]``. Meaningless once ``done``.
+        """
 
 
 @dataclass
@@ -49,17 +78,8 @@ class BeamSearch:
         """Candidates each running beam must offer, so that ``width`` unfinished ones remain."""
         return max(2, 1 + len(self.eos)) * self.width
 
-    def advance(
-        self, log_probs: FloatArray, token_ids: IntArray, generated: NDArray[np.signedinteger]
-    ) -> tuple[IntArray, IntArray]:
-        """Choose the beams of the next step.
-
-        log_probs: float32 ``[beams, k]`` best log probabilities of every running beam, descending.
-        token_ids: int64 ``[beams, k]`` their tokens.
-        generated: ``[beams, num_new]`` tokens the beams have generated so far.
-        Returns ``(parents, tokens)``, int64 ``[width]`` each: new beam ``i`` continues beam
-        ``parents[i]`` with ``tokens[i]``. Meaningless once ``done``.
-        """
+    def advance(self, log_probs: FloatArray, token_ids: IntArray, generated: Generated) -> tuple[IntArray, IntArray]:
+        """See ``Beams.advance``."""
         total = (log_probs + self.scores[:, None]).ravel()
         best = np.argsort(-total, kind="stable")[: self.num_candidates]
         parents, tokens, totals = best // log_probs.shape[1], token_ids.ravel()[best], total[best]
@@ -67,7 +87,9 @@ class BeamSearch:
         at_limit = self.num_new == self.max_new_tokens
         finished = np.ones(len(best), bool) if at_limit else np.isin(tokens, self.eos)
         top = np.flatnonzero(finished[: self.width])
-        self._finish([(generated[parents[i]], tokens[i], totals[i]) for i in top])
+        if len(top):
+            histories = generated()
+            self._finish([(histories[parents[i]], tokens[i], totals[i]) for i in top])
         going = np.flatnonzero(~finished)[: self.width]
         if len(going) == self.width:
             self.scores = totals[going]

@@ -3,12 +3,13 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.allocator import Allocator, IntArray, Layout, consecutive
-from kvbench.beam import FloatArray
+from kvbench.beam import Beams
 from kvbench.group import Group, Status
 from kvbench.plan import Executor, SampleSpec, StepOutput, StepPlan
 from kvbench.recorder import Recorder
@@ -106,11 +107,7 @@ class Engine:
             group.token_times_s.extend(ends)
         if self._audit:
             self._check()
-        ending = np.zeros(self.allocator.pool.max_rows, bool)
-        ending[rows] = table.length[rows] == table.limit[rows]
-        if ending.any():
-            for group in list(self.scheduler.running):
-                self._end_sequences(group, ending[group.rows])
+        self._end_rows(self.scheduler.running, rows[table.length[rows] == table.limit[rows]])
         return True
 
     def _check(self) -> None:
@@ -175,11 +172,13 @@ class Engine:
         return spec, to_fill
 
     def _uniforms(self, rows: IntArray) -> NDArray[np.float64]:
-        """What decides the next token of each row; zeros where all of them are greedy."""
-        table = self.table
-        if not table.temperature[rows].any():
-            return np.zeros(len(rows))
-        return uniform(table.seed[rows], table.request_id[rows], table.member[rows], table.length[rows])
+        """What decides the next token of each row; 0 where it is greedy."""
+        table, drawn = self.table, np.zeros(len(rows))
+        sampled = table.temperature[rows] > 0
+        if sampled.any():
+            rows = rows[sampled]
+            drawn[sampled] = uniform(table.seed[rows], table.request_id[rows], table.member[rows], table.length[rows])
+        return drawn
 
     # -- accepting ---------------------------------------------------------------------------------
 
@@ -196,50 +195,80 @@ class Engine:
         table.push(rows_to_fill, output.tokens)
         ended = table.length[rows_to_fill] == table.limit[rows_to_fill]
         ended |= table.stops_at_eos[rows_to_fill] & np.isin(output.tokens, self.eos)
-        ending = np.zeros(self.allocator.pool.max_rows, bool)
-        ending[rows_to_fill[ended]] = True
-        beams = _BeamCandidates(plan, output)
+        beams = []
         for group in decision.groups:
             if advanced[group.rows[0]]:
                 group.token_times_s.append(now)
                 if group.beam is not None:
-                    self._advance_beams(group, *beams.of(group))
-                elif ended.any():
-                    self._end_sequences(group, ending[group.rows])
+                    beams.append(group)
+        self._end_rows(decision.groups, rows_to_fill[ended])
+        if beams:
+            self._advance_beams(beams, plan, output, are_born=decision.is_prefill)
 
-    def _advance_beams(self, group: Group, log_probs: FloatArray, token_ids: IntArray) -> None:
-        table, beam, rows = self.table, group.beam, group.rows
-        assert beam is not None
-        generated = table.tokens[rows[: len(log_probs)], group.prompt_length : int(table.length[rows[0]])]
-        parents, tokens = beam.advance(log_probs, token_ids, generated)
-        if beam.done:
-            for i, hypothesis in enumerate(beam.hypotheses):
-                group.outputs[i] = hypothesis.tokens
-                group.scores.append(hypothesis.score)
-            self._end_sequences(group, np.ones(len(rows), bool))
-            return
-        if len(log_probs) == len(rows):  # otherwise the beams have just been born, all with the prompt
-            self._reorder(group, parents)
-        table.push(group.rows, tokens)
+    def _advance_beams(self, groups: list[Group], plan: StepPlan, output: StepOutput, *, are_born: bool) -> None:
+        """Choose the next beams of every group; those that are born in this step have one candidate row alone."""
+        table, going, parents, tokens = self.table, [], [], []
+        index = np.empty(self.allocator.pool.max_rows, np.int64)  # into the output, by row
+        index[plan.rows[plan.sample.beam_rows]] = np.arange(len(plan.sample.beam_rows))
+        for group in groups:
+            beam, rows = group.beam, group.rows
+            assert beam is not None
+            start = int(index[rows[0]])  # a group's rows stand together
+            own = slice(start, start + (1 if are_born else len(rows))), slice(beam.num_candidates)
+            chosen = beam.advance(output.log_probs[own], output.token_ids[own], partial(self._generated, group))
+            if beam.done:
+                self._end_beams(group, beam)
+            else:
+                going.append(group)
+                parents.append(chosen[0])
+                tokens.append(chosen[1])
+        if going:
+            if not are_born:  # beams are born with rows that all hold the prompt
+                self._reorder(going, parents)
+            table.push(np.concatenate([group.rows for group in going]), np.concatenate(tokens))
 
-    def _reorder(self, group: Group, parents: IntArray) -> None:
-        """Beam ``i`` continues old beam ``parents[i]``: a survivor keeps its row, its copies take dead rows."""
-        survivors, first = np.unique(parents, return_index=True)
-        dead = np.setdiff1d(group.rows, group.rows[survivors])
-        rows = group.rows[parents]
-        is_copy = np.ones(len(parents), bool)
+    def _generated(self, group: Group) -> NDArray[np.int32]:
+        """Tokens that the group's rows, all of one length, have generated: ``[rows, num_new]``."""
+        return self.table.tokens[group.rows, group.prompt_length : int(self.table.length[group.rows[0]])]
+
+    def _end_beams(self, group: Group, beam: Beams) -> None:
+        for i, hypothesis in enumerate(beam.hypotheses):
+            group.outputs[i] = hypothesis.tokens
+            group.scores.append(hypothesis.score)
+        self._end_sequences(group, np.ones(len(group.rows), bool))
+
+    def _reorder(self, groups: list[Group], parents: list[IntArray]) -> None:
+        """Beam ``i`` of a group continues its old beam ``parents[i]``: a survivor keeps its row, its copies take
+        dead rows. All groups at once.
+        """
+        old = np.concatenate([group.rows for group in groups])
+        ends = np.cumsum([len(group.rows) for group in groups])
+        starts = ends - [len(group.rows) for group in groups]
+        continued = np.concatenate(parents) + np.repeat(starts, ends - starts)
+        survivors, first = np.unique(continued, return_index=True)
+        is_copy = np.ones(len(old), bool)
         is_copy[first] = False
-        rows[is_copy] = dead
-        old, group.rows = group.rows, rows
+        rows, dead = old[continued], np.delete(old, survivors)
+        copied = rows[is_copy]
+        rows[is_copy] = dead  # as many in each group, and in the groups' order
+        for group, start, end in zip(groups, starts, ends, strict=True):
+            group.rows = rows[start:end]
+        self.scheduler.rows_changed()
         if len(dead):
             self.scheduler.release(dead)
-            self.scheduler.fork(group, old[parents[is_copy]], dead)
+            self.scheduler.fork(groups, copied, dead)
+
+    def _end_rows(self, groups: Iterable[Group], rows: IntArray) -> None:
+        """End the sequences on ``rows``, each of one of the ``groups``."""
+        ending = set(rows.tolist())
+        for group in list(groups) if ending else ():
+            which = [row in ending for row in group.rows.tolist()]
+            if any(which):
+                self._end_sequences(group, np.array(which))
 
     def _end_sequences(self, group: Group, which: NDArray[np.bool_]) -> None:
         """End the group's rows where ``which``, and the group with its last row."""
         table = self.table
-        if not which.any():
-            return
         rows, group.rows = group.rows[which], group.rows[~which]
         for row in rows:
             self.recorder.end_sequence(int(table.uid[row]), int(table.computed[row]))
@@ -256,18 +285,3 @@ class Engine:
         group.finished_s = self.executor.now()
         self.recorder.end_group(group)
         self._on_finish(group)
-
-
-class _BeamCandidates:
-    """Finds each beam group's candidates in a step's output."""
-
-    def __init__(self, plan: StepPlan, output: StepOutput) -> None:
-        self._output = output
-        self._index = {int(row): i for i, row in enumerate(plan.rows[plan.sample.beam_rows])}
-
-    def of(self, group: Group) -> tuple[FloatArray, IntArray]:
-        """Log probabilities and token ids, ``[beams, k]``: one beam after a fresh prompt, else all."""
-        assert group.beam is not None
-        where = [self._index[int(row)] for row in group.rows if int(row) in self._index]
-        k = group.beam.num_candidates
-        return self._output.log_probs[where, :k], self._output.token_ids[where, :k]

@@ -6,7 +6,7 @@ from enum import Enum
 import numpy as np
 
 from kvbench.allocator import IntArray
-from kvbench.beam import BeamSearch
+from kvbench.beam import Beams
 from kvbench.request import Request
 
 
@@ -19,7 +19,7 @@ class Status(Enum):
     REJECTED = "rejected"
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """One request's sequences and what happened to them.
 
@@ -32,7 +32,7 @@ class Group:
 
     request: Request
     max_tokens: int
-    beam: BeamSearch | None = None
+    beam: Beams | None = None
     status: Status = Status.WAITING
     rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     outputs: dict[int, IntArray] = field(default_factory=dict)

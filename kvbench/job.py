@@ -14,7 +14,6 @@ from hydra.utils import get_class, instantiate
 from kvbench import roofline_backend, torch_backend, workload
 from kvbench.allocator import Allocator, AllocatorConfigError, Capability, Pool
 from kvbench.backend import Backend
-from kvbench.beam import BeamSearch
 from kvbench.config import Config, Oversized, Preemption, Reservation
 from kvbench.engine import Engine
 from kvbench.errors import ConfigError
@@ -177,17 +176,7 @@ def _group(cfg: Config, allocator: Allocator, request: Request, backend: Backend
     need = kv_tokens(request)
     if reserves:
         need = reserved_tokens(cfg.allocator.reservation, request, cfg.max_model_len)
-    sampling = request.sampling
-    beam = None
-    if sampling.mode == "beam":
-        beam = BeamSearch(
-            sampling.beam_width,
-            request.max_new_tokens,
-            () if sampling.ignore_eos else backend.eos,
-            sampling.length_penalty,
-            sampling.early_stopping,
-        )
-    group = Group(request, need, beam)
+    group = Group(request, need, backend.beams(request) if request.sampling.mode == "beam" else None)
     count = request.num_sequences
     if count > cfg.scheduler.max_num_seqs:
         raise ConfigError(

@@ -24,9 +24,13 @@ LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000
 
 
 def comparison(runs: list[Run], names: list[str], stem: Path) -> Path:
-    """Write ``stem``.png and .pdf: where the pool's slots went, batch, sharing, speed. Returns the PNG's path."""
-    figure = Figure(figsize=(11, 1.6 + 0.55 * len(runs) + 3.2), layout="constrained")
-    top, bottom = np.asarray(figure.subfigures(2, 1, height_ratios=[1.2 + 0.45 * len(runs), 3.2]))
+    """Write ``stem``.png and .pdf: where the pool's slots went, batch, sharing, speed, and the pool over time
+    where the runs kept their samples. Returns the PNG's path.
+    """
+    timed = all(run.has_samples for run in runs)
+    figure = Figure(figsize=(11, 1.6 + 0.55 * len(runs) + 3.2 * timed), layout="constrained")
+    heights = [1.2 + 0.45 * len(runs), *([3.2] if timed else [])]
+    top, *rest = np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights))
     waste, batch, speed = top.subplots(1, 3, width_ratios=[2.2, 1, 1], sharey=True)
     y = np.arange(len(runs))
     _stacked_parts(waste, runs, y)
@@ -36,7 +40,8 @@ def comparison(runs: list[Run], names: list[str], stem: Path) -> Path:
     _bars(batch, y, [run.metric("mean_batch") for run in runs], "requests running\n(bar: mean, mark: peak)", peaks)
     batch.scatter(peaks, y, marker="|", s=160, color="black", zorder=3)
     _bars(speed, y, [run.metric("output_tokens_per_s") for run in runs], "output tokens/s", [0.0] * len(runs))
-    _over_time(bottom.subplots(), runs, names)
+    for bottom in rest:
+        _over_time(bottom.subplots(), runs, names)
     figure.savefig(stem.with_suffix(".pdf"))
     figure.savefig(stem.with_suffix(".png"), dpi=150)
     return stem.with_suffix(".png")

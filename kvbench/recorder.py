@@ -19,11 +19,13 @@ SECONDS = ("schedule_s", "copy_s", "model_s", "sample_s")
 PARTS = ("token_states", "reservation", "internal_fragmentation", "rounding", "free")
 KINDS = ("idle", "prefill", "decode")
 _CAUSES = ("cow", "fork", "prompt", "swap_out", "swap_in")
+_QUEUES = ("num_running", "num_sequences", "num_waiting", "num_preempted")
 _COLUMNS = (
-    *("start_s", "kind", "num_running", "num_sequences", "num_waiting", "num_preempted", "num_new_tokens", "refused"),
+    *("start_s", "kind", *_QUEUES, "num_new_tokens", "refused"),
     *("token_states", "vacant", "rounding", "free", "stranded", "mapped", "host_held"),
     *("num_preemptions", "num_recomputed_tokens", *(f"{cause}_slots" for cause in _CAUSES), *SECONDS),
 )
+_LEAP = dict.fromkeys(_COLUMNS, 0) | {"kind": KINDS.index("decode")}
 
 
 class Recorder:
@@ -75,14 +77,9 @@ class Recorder:
         rows = self._scheduler.running_rows
         self._attribution.observe_many(len(self._steps), rows, self._table.uid[rows], growth.capacities)
         usage = self._allocator.usage()
-        same = dict.fromkeys(_COLUMNS, 0) | {
-            "kind": KINDS.index("decode"),
-            "num_new_tokens": len(rows),
-            "refused": refused,
-            "rounding": usage.rounding,
-            "host_held": usage.host_held,
-        }
-        same |= zip(_COLUMNS[2:6], self._queues(len(rows)), strict=True)
+        same = _LEAP | {"num_new_tokens": len(rows), "refused": refused}
+        same |= {"rounding": usage.rounding, "host_held": usage.host_held}
+        same |= zip(_QUEUES, self._queues(len(rows)), strict=True)
         varying = {
             "start_s": starts_s,
             "token_states": growth.token_states,

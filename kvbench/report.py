@@ -17,6 +17,7 @@ from kvbench import plots, results
 from kvbench.results import Run
 
 MIB = 2**20
+_MOST_DRAWN = 30  # runs in one picture
 
 _COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
     ("batch\nmean", "mean_batch", lambda v: f"{v:.1f}"),
@@ -51,6 +52,9 @@ def compare(runs: list[Run], directory: Path) -> None:
     if len(runs) > 1:
         console.print(_same_tokens(runs))
     frame(runs, names).to_csv(directory / "comparison.csv", index=False)
+    if len(runs) > _MOST_DRAWN:
+        console.print(f"no picture: {len(runs)} runs are too many for one; all metrics: {directory / 'comparison.csv'}")
+        return
     picture = plots.comparison(runs, names, directory / "comparison")
     console.print(f"picture: {picture}", soft_wrap=True)
 

@@ -49,6 +49,11 @@ class Run:
         entry = self.record.get("metrics", {}).get(name)
         return None if entry is None else entry["value"]
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether its steps and requests were kept (``measure.samples``)."""
+        return (self.path / "steps.parquet").exists()
+
     def steps(self) -> pd.DataFrame:
         return pd.read_parquet(self.path / "steps.parquet")
 

@@ -13,6 +13,8 @@ from kvbench.errors import ConfigError
 from kvbench.executors.cost_model import CostModel
 from kvbench.executors.roofline import RooflineExecutor
 from kvbench.geometry import shape_of
+from kvbench.recorded_beams import ReplayedBeams, shipped, shipped_parents
+from kvbench.request import Request
 
 
 def validate(cfg: Config) -> None:
@@ -25,6 +27,8 @@ def validate(cfg: Config) -> None:
     cfg.device.profile.check()
     if not cfg.workload.ignore_eos:
         raise ConfigError("workload.ignore_eos: executor=roofline draws no tokens, so no EOS either; set it to true")
+    if cfg.workload.mode == "beam":
+        shipped(cfg.workload.beam_width)
 
 
 def load(cfg: Config) -> Backend:
@@ -40,6 +44,11 @@ def load(cfg: Config) -> Backend:
     def make(pool: Pool, allocator: Allocator) -> RooflineExecutor:
         return RooflineExecutor(cost)
 
+    def beams(request: Request) -> ReplayedBeams:
+        sampling = request.sampling
+        recordings = shipped_parents(sampling.beam_width)
+        return ReplayedBeams(recordings, request.max_new_tokens, seed=sampling.seed, request_id=request.request_id)
+
     return Backend(
         device=torch.device("cpu"),
         name=cfg.model.name,
@@ -52,5 +61,6 @@ def load(cfg: Config) -> Backend:
         host_bytes=profile.host_memory_bytes,
         shares_memory=False,
         make=make,
+        beams=beams,
         record={"model": {"source": "configuration", "name": cfg.model.name}, "geometry": asdict(shape)},
     )

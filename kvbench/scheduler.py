@@ -67,6 +67,7 @@ class Scheduler:
         self._reserves = Capability.RESERVES_GROWTH in allocator.supports
         self._granted = Decision()  # copies of forks made since the last step
         self._refused_slots: int | None = None  # what the queue's head asked for in vain; None: it may ask
+        self._running_rows: IntArray | None = None  # of the running groups, while nothing changes them
         self._decode_steps = 0
 
     def add(self, group: Group) -> None:
@@ -95,9 +96,19 @@ class Scheduler:
                 self._grow(decision)
         return decision
 
-    def fork(self, group: Group, parents: IntArray, children: IntArray) -> None:
-        """``children`` continue ``parents``; if the pool has no room the whole group starts over."""
+    def fork(self, groups: list[Group], parents: IntArray, children: IntArray) -> None:
+        """``children`` continue ``parents``, rows of the groups; a group that the pool has no room for starts over."""
         self.table.copy(parents, children)
+        grant = self.allocator.fork(parents, children)
+        if grant is not None:
+            self._granted.take(grant, "fork")
+            return
+        for group in groups:
+            own = np.isin(children, group.rows)
+            if own.any():
+                self._fork_or_drop(group, parents[own], children[own])
+
+    def _fork_or_drop(self, group: Group, parents: IntArray, children: IntArray) -> None:
         grant = self.allocator.fork(parents, children)
         if grant is not None:
             self._granted.take(grant, "fork")
@@ -109,15 +120,23 @@ class Scheduler:
         """Free the rows in the pool; whoever was refused may ask again."""
         self.allocator.free(rows)
         self._refused_slots = None
+        self.rows_changed()
 
     def retire(self, group: Group) -> None:
         self.running.remove(group)
+        self.rows_changed()
         group.status = Status.FINISHED
 
     @property
     def running_rows(self) -> IntArray:
         """Rows of all running groups, in arrival order."""
-        return np.concatenate([np.empty(0, np.int64), *(group.rows for group in self.running)])
+        if self._running_rows is None:
+            self._running_rows = np.concatenate([np.empty(0, np.int64), *(group.rows for group in self.running)])
+        return self._running_rows
+
+    def rows_changed(self) -> None:
+        """The rows of a running group are others, or in another order."""
+        self._running_rows = None
 
     def quiet_steps(self) -> int:
         """Decode steps ahead that need no decision, as long as the pool holds out and nobody arrives.
@@ -221,6 +240,7 @@ class Scheduler:
     def _run(self, group: Group) -> None:
         group.status = Status.RUNNING
         self.running.append(group)
+        self.rows_changed()
         self.running.sort(key=_arrival)
 
     # -- growth and preemption ---------------------------------------------------------------------
@@ -270,6 +290,7 @@ class Scheduler:
         group.num_preemptions += 1
         decision.num_preemptions += 1
         self.running.remove(group)
+        self.rows_changed()
         self.preempted.append(group)
         self.preempted.sort(key=_arrival)
 

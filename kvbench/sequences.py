@@ -63,7 +63,8 @@ class SequenceTable:
 
     def copy(self, parents: IntArray, children: IntArray) -> None:
         """``children`` continue the tokens of ``parents``; who they are stays."""
-        self.tokens[children] = self.tokens[parents]
+        longest = int(self.length[parents].max(initial=0))
+        self.tokens[children, :longest] = self.tokens[parents, :longest]
         self.length[children] = self.length[parents]
         self.computed[children] = self.computed[parents]
 

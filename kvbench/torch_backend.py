@@ -11,12 +11,14 @@ import kernels
 from kvbench import models
 from kvbench.allocator import Allocator, Pool
 from kvbench.backend import Backend
+from kvbench.beam import BeamSearch
 from kvbench.config import Config, DeviceKind, Dtype, Layers, Linear
 from kvbench.errors import ConfigError
 from kvbench.executors import inspection, lean
 from kvbench.executors.packing import OneDNNLinear, PanelLinear, has_bfloat16, pack_linears
 from kvbench.executors.storage import KVStorage
 from kvbench.executors.torch_executor import TorchExecutor
+from kvbench.request import Request
 from kvbench.sizing import available_bytes
 
 
@@ -71,18 +73,28 @@ def load(cfg: Config) -> Backend:
         executor.warm_up(allocator.layout, allocator.block_size)
         return executor
 
+    eos = _eos(model)
+
+    def beams(request: Request) -> BeamSearch:
+        sampling = request.sampling
+        stops = () if sampling.ignore_eos else eos
+        return BeamSearch(
+            sampling.beam_width, request.max_new_tokens, stops, sampling.length_penalty, sampling.early_stopping
+        )
+
     return Backend(
         device=device,
         name=loaded.name,
         tokenizer=loaded.tokenizer,
         vocab_size=model.config.get_text_config().vocab_size,
         max_tokens=loaded.max_tokens,
-        eos=_eos(model),
+        eos=eos,
         bytes_per_slot=geometry.bytes_per_slot(dtype),
         device_bytes=available_bytes(device),
         host_bytes=available_bytes(torch.device("cpu")),
         shares_memory=device.type == "cpu",
         make=make,
+        beams=beams,
         record={
             "model": loaded.provenance,
             "kernels": implementation,

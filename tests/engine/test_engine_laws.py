@@ -117,13 +117,13 @@ def test_internal_fragmentation_is_what_a_sequence_never_writes() -> None:
 
 def test_eos_turns_the_rest_of_a_reservation_into_internal_fragmentation() -> None:
     """The end is known only afterwards, and then attributed to every step before it."""
-    stopping = Request(0, np.arange(5, dtype=np.int32), 0.0, 40, Sampling("greedy"))
+    stopping = Request(0, np.arange(6, dtype=np.int32), 0.0, 40, Sampling("greedy"))
     run = play("buddy_max", [stopping], 64, SchedulerConfig())
     output = run.groups[0].outputs[0]
     assert output[-1] == EOS[0]
     assert 1 < len(output) < 40
     steps = run.recorder.steps(run.end_s)
-    written = 5 + len(output) - 1
+    written = 6 + len(output) - 1
     assert (steps["internal_fragmentation"] == MAX_TOKENS - written).all()
     assert steps["reservation"].iloc[-1] == 0
     assert (steps["rounding"] == 16).all()
