@@ -39,7 +39,7 @@ def read(path: Path) -> DeviceConfig:
 def overrides(path: Path) -> list[str]:
     """The settings of ``device=PATH.yaml``, for Hydra's command line."""
     device = read(path)
-    return ["device=auto", *(f"device.{key}={literal(value)}" for key, value in asdict(device).items())]
+    return ["device=file", *(f"device.{key}={literal(value)}" for key, value in asdict(device).items())]
 
 
 def literal(value: Any) -> str:

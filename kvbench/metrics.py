@@ -41,7 +41,7 @@ class Objective:
 
     def met(self, requests: pd.DataFrame) -> NDArray[np.bool_]:
         """Which requests were finished within every limit. One that has a single token has no time per token."""
-        kept = (requests["status"] == "finished").to_numpy()
+        kept = (requests["status"] == "finished").to_numpy(copy=True)
         for name, limit in self.limits.items():
             kept &= ~(requests[name].to_numpy(float) > limit)
         return kept
