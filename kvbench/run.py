@@ -79,9 +79,12 @@ def recording(cfg: DictConfig, path: Path) -> Iterator[RunWriter]:
 
 
 def measure(cfg: config.Config, drawn: Workload | None = None, *, label: str = "") -> Measured:
-    """Build a job and run it behind a progress bar. drawn: what to serve instead of drawing the workload."""
+    """Build a job and run it behind a progress bar. drawn: what to serve instead of drawing the workload.
+
+    label: which of several runs of one job it is.
+    """
     name = " ".join(filter(None, (cfg.allocator.name, label)))
-    with tqdm(unit="req", disable=not cfg.measure.progress, desc=name, dynamic_ncols=True) as bar:
+    with tqdm(unit="req", disable=not cfg.measure.progress, desc=name, dynamic_ncols=True, leave=not label) as bar:
 
         def show(group: Group) -> None:
             queued = built.engine.scheduler.num_queued
