@@ -29,15 +29,12 @@ def validate(cfg: Config) -> None:
         raise ConfigError(
             f"workload.arrival.process: {arrival.process} has no rate to vary; task=capacity takes poisson or gamma"
         )
-    for name, value, legal in (
-        ("attainment", wanted.attainment, 0 < wanted.attainment <= 1),
-        ("gpu_price_per_hour", wanted.gpu_price_per_hour, wanted.gpu_price_per_hour is None or wanted.gpu_price_per_hour > 0),
-        ("lowest_rate", wanted.lowest_rate, wanted.lowest_rate > 0),
-        ("tolerance", wanted.tolerance, wanted.tolerance > 0),
-    ):
-        if not legal:
-            limit = " and at most 1" if name == "attainment" else ""
-            raise ConfigError(f"capacity.{name}: {value} is not a number > 0{limit}")
+    if not 0 < wanted.attainment <= 1:
+        raise ConfigError(f"capacity.attainment: {wanted.attainment} is not a share in (0, 1]")
+    for name in ("lowest_rate", "tolerance", "gpu_price_per_hour"):
+        value = getattr(wanted, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"capacity.{name}: {value} is not a finite number > 0")
     job.validate(cfg)
 
 

@@ -24,21 +24,19 @@ def write(runs: list[Run], directory: Path) -> None:
     if not runs:
         return
     names = report.labels(runs, but=("seed",))
-    rows = [_row(name, [run for run, own in zip(runs, names, strict=True) if own == name]) for name in dict.fromkeys(names)]
+    systems: dict[str, list[Run]] = {name: [] for name in names}
+    for run, name in zip(runs, names, strict=True):
+        systems[name].append(run)
+    rows = [_row(name, seeds) for name, seeds in systems.items()]
     frame = pd.DataFrame(rows)
     frame.to_csv(directory / "capacity.csv", index=False)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
     console.print(_table(frame))
-    picture = capacity_plot.draw(frame, tried(runs, names), directory / "capacity")
+    goal = runs[0].config()["capacity"]["attainment"]
+    picture = capacity_plot.draw(frame, _tried(runs, names), goal, directory / "capacity")
     console.print(f"picture: {picture}", soft_wrap=True)
-
-
-def tried(runs: list[Run], names: list[str]) -> pd.DataFrame:
-    """Every rate that was tried: columns ``run``, ``rate``, ``attainment``."""
-    rows = [{"run": name} | entry for run, name in zip(runs, names, strict=True) for entry in run.record["tried"]]
-    return pd.DataFrame(rows)
 
 
 def interval(values: list[float]) -> float:
@@ -77,11 +75,24 @@ def _row(name: str, runs: list[Run]) -> dict[str, Any]:
     return first | rated | needed | costs
 
 
+def _tried(runs: list[Run], names: list[str]) -> pd.DataFrame:
+    """Every rate that was tried: columns ``run``, ``search`` (one per run and seed), ``rate``, ``attainment``."""
+    searches = enumerate(zip(runs, names, strict=True))
+    rows = [{"run": name, "search": i} | entry for i, (run, name) in searches for entry in run.record["tried"]]
+    return pd.DataFrame(rows)
+
+
 def _table(frame: pd.DataFrame) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("run", no_wrap=True)
-    titles = ("traffic\nrequests/s", "one replica\nrequests/s", "goodput\nrequests/s", "replicas", "GPUs", "cost\nper month")
-    for title in titles:
+    for title in (
+        "traffic\nrequests/s",
+        "one replica\nrequests/s",
+        "goodput\nrequests/s",
+        "replicas",
+        "GPUs",
+        "cost a month",
+    ):
         table.add_column(title, justify="right")
     for row in frame.to_dict("records"):
         if isinstance(row.get("unreachable"), str):
@@ -89,7 +100,8 @@ def _table(frame: pd.DataFrame) -> Table:
             continue
         rate = f"{row['rate']:.3g}" + ("" if math.isnan(row["rate_interval"]) else f" ± {row['rate_interval']:.2g}")
         ranges = (_range(row, name) for name in ("gpus", "cost_per_month"))
-        table.add_row(row["run"], f"{row['traffic']:g}", rate, f"{row['goodput']:.3g}", f"{row['replicas']:.0f}", *ranges)
+        cells = (f"{row['traffic']:g}", rate, f"{row['goodput']:.3g}", f"{row['replicas']:.0f}", *ranges)
+        table.add_row(row["run"], *cells)
     return table
 
 
@@ -97,4 +109,5 @@ def _range(row: dict[str, Any], name: str) -> str:
     value, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
     if math.isnan(value):
         return "-"
-    return f"{value:,.0f}" + ("" if math.isnan(low) else f" ({low:,.0f} to {high:,.0f})")
+    span = f" ({low:,.0f} or more)" if high == math.inf else f" ({low:,.0f} to {high:,.0f})"
+    return f"{value:,.0f}" + ("" if math.isnan(low) else span)

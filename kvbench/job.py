@@ -85,9 +85,7 @@ class Job:
     record: dict[str, Any]
 
 
-def build(
-    cfg: Config, on_finish: Callable[[Group], None] = lambda group: None, drawn: Workload | None = None
-) -> Job:
+def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None, drawn: Workload | None = None) -> Job:
     """Load the model, size the pool, draw the workload and wire the engine. Raises ConfigError.
 
     drawn: what to serve instead of drawing ``cfg.workload``.

@@ -89,8 +89,8 @@ def predict(observations: pd.DataFrame, shape: ModelShape, itemsize: int, profil
 
 def _step_costs(steps: pd.DataFrame, shape: ModelShape) -> _StepCosts:
     """Attention takes the longer of arithmetic and reading; which one is settled in turns with the costs."""
-    names = ("num_tokens", "num_sequences", "kv_tokens", "pairs", "seconds")
-    tokens, rows, kv, pairs, seconds = (steps[name].to_numpy(float) for name in names)
+    names = ("num_tokens", "num_sequences", "kv_tokens", "pairs")
+    tokens, rows, kv, pairs = (steps[name].to_numpy(float) for name in names)
     knots = np.array([knot for knot in KNOTS if knot <= tokens.max()], float)
     products = shape.layer_parameters * _ramps(tokens, knots) + shape.head_parameters * _ramps(rows, knots)
     computes: NDArray[np.bool_] = pairs > kv

@@ -79,4 +79,3 @@ def check_writable(results_dir: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"results_dir: {results_dir} is not writable ({error.strerror})") from None
-

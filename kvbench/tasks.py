@@ -11,16 +11,15 @@ from kvbench.run import Jobs
 
 
 class TaskModule(Protocol):
-    @staticmethod
-    def validate(cfg: Config) -> None:
+    """What the module of a task offers."""
+
+    def validate(self, cfg: Config) -> None:
         """What can be wrong with a job's settings and be known before the sweep starts. Raises ConfigError."""
 
-    @staticmethod
-    def run(cfg: DictConfig, path: Path) -> None:
+    def run(self, cfg: DictConfig, path: Path) -> None:
         """Do one job; its directory is ``path``."""
 
-    @staticmethod
-    def summarize(jobs: Jobs, directory: Path) -> None:
+    def summarize(self, jobs: Jobs, directory: Path) -> None:
         """Say what came of a sweep's jobs, as far as they are complete, and write it to the sweep's directory."""
 
 

@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvbench import calibrate, config, device_file, job, results
+from kvbench import calibrate, config, device_file, job
 from kvbench.config import Config, DeviceConfig
 from kvbench.errors import ConfigError
 from kvbench.recorder import SECONDS

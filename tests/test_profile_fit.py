@@ -34,7 +34,9 @@ DATASHEET = DeviceProfile(2**34, 8e9, 1e11, 3e9, step_s=1e-3, sequence_s=1e-5, n
 
 def cases() -> pd.DataFrame:
     """What the microbenchmark times, without times."""
-    steps = [Case("decode", b, 1, c) for c in CONTEXTS for b in BATCHES] + [Case("prefill", b, n, n) for b, n in PREFILLS]
+    steps = [Case("decode", b, 1, c) for c in CONTEXTS for b in BATCHES] + [
+        Case("prefill", b, n, n) for b, n in PREFILLS
+    ]
     moved = [Case(kind, num_ranges=r, num_slots=r * n) for kind in ("copy", "swap_out", "swap_in") for r, n in RANGES]
     names = ("kind", "num_sequences", "num_tokens", "kv_tokens", "pairs", "num_ranges", "num_slots")
     return pd.DataFrame([{name: getattr(case, name) for name in names} for case in steps + moved])
@@ -116,11 +118,10 @@ def test_a_measured_product_is_met_at_its_points_and_straight_between_and_beyond
 
 
 @pytest.mark.parametrize(
-    "table", [[[1, 1e-9]], [[1, 1e-9], [1, 2e-9]], [[1, 2e-9], [2, 1e-9]], [[0, 1e-9], [2, 2e-9]], [[1, 1e-9, 3], [2, 2e-9]]]
+    "table",
+    [[[1, 1e-9]], [[1, 1e-9], [1, 2e-9]], [[1, 2e-9], [2, 1e-9]], [[0, 1e-9], [2, 2e-9]], [[1, 1e-9, 3], [2, 2e-9]]],
 )
 def test_a_table_without_meaning_is_refused(table: list[list[float]]) -> None:
     profile = DeviceProfile(2**30, 1e9, 1e9, 1e9, product_s=table)
     with pytest.raises(ConfigError, match="product_s"):
         profile.check()
-
-
