@@ -34,6 +34,8 @@ def write(runs: list[Run], directory: Path) -> None:
     if not console.is_terminal:
         console = Console(width=160)
     console.print(_table(frame))
+    for row in frame.reindex(columns=["run", "unreachable"]).dropna().itertuples():
+        console.print(f"{row.run}: unreachable: {row.unreachable}", soft_wrap=True, highlight=False)
     goal = runs[0].config()["capacity"]["attainment"]
     picture = capacity_plot.draw(frame, _tried(runs, names), goal, directory / "capacity")
     console.print(f"picture: {picture}", soft_wrap=True)
@@ -60,7 +62,9 @@ def _row(name: str, runs: list[Run]) -> dict[str, Any]:
     rates = [rate for run in runs if (rate := run.metric("sustained_requests_per_s")) is not None]
     if len(rates) < len(runs):
         worst = min(run.record["tried"][0]["attainment"] for run in runs)
-        problem = f"{100 * worst:.1f} % meet the objective at {config['capacity']['lowest_rate']} requests/s"
+        problem = (
+            f"{100 * worst:.1f} % of the requests meet the objective at {config['capacity']['lowest_rate']} requests/s"
+        )
         return first | {"unreachable": problem}
     rate, half = float(np.mean(rates)), interval(rates)
     needed = {
@@ -96,7 +100,7 @@ def _table(frame: pd.DataFrame) -> Table:
         table.add_column(title, justify="right")
     for row in frame.to_dict("records"):
         if isinstance(row.get("unreachable"), str):
-            table.add_row(row["run"], f"{row['traffic']:g}", f"unreachable: {row['unreachable']}")
+            table.add_row(row["run"], f"{row['traffic']:g}", "unreachable")
             continue
         rate = f"{row['rate']:.3g}" + ("" if math.isnan(row["rate_interval"]) else f" ± {row['rate_interval']:.2g}")
         ranges = (_range(row, name) for name in ("gpus", "cost_per_month"))

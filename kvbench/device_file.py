@@ -25,11 +25,12 @@ def read(path: Path) -> DeviceConfig:
     try:
         content = yaml.safe_load(path.read_text())
         profile = DeviceProfile(**content.pop("profile"))
+        profile.product_s = [[float(number) for number in point] for point in profile.product_s]
         device = DeviceConfig(**content, profile=profile)
         profile.check()
     except ConfigError as error:
         raise ConfigError(f"device: {path}: {error}") from None
-    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"device: {path} is not a file with name, num_threads and profile ({error}); see conf/device/a100_40gb.yaml"
         ) from None

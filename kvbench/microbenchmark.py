@@ -22,7 +22,8 @@ from kvbench.plan import SampleSpec, StepPlan
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (16, 128, 512)
 PREFILLS = ((1, 2), (1, 8), (1, 16), (1, 32), (2, 32), (1, 64), (1, 128), (4, 32), (1, 256), (4, 128), (1, 512))
-RANGES = ((1, 1), (1, 16), (1, 256), (8, 16), (32, 16), (64, 1), (128, 16))  # number of ranges, slots of each
+# Ranges, slots of each: blocks of a token and of 16, and regions. Few ranges would find their KV in the cache.
+RANGES = ((16, 1), (64, 1), (4, 16), (16, 16), (32, 16), (128, 16), (1, 256), (4, 256))
 MIN_ROUNDS = 3
 
 
@@ -55,7 +56,10 @@ Action = Callable[[], object]
 
 
 def actions(executor: TorchExecutor, allocator: Allocator, max_batched_tokens: int) -> dict[Case, Action]:
-    """What can be timed within the pool, its rows, the longest sequence and the largest prefill."""
+    """What can be timed within the pool, its rows, the longest sequence and the largest prefill.
+
+    In this order no copy finds in the cache what another one left there.
+    """
     pool, storage = allocator.pool, executor.storage
     steps = [Case("decode", b, 1, c) for c in CONTEXTS for b in BATCHES]
     steps += [Case("prefill", b, n, n) for b, n in PREFILLS if b * n <= max_batched_tokens]
@@ -65,20 +69,16 @@ def actions(executor: TorchExecutor, allocator: Allocator, max_batched_tokens: i
             plan = _plan(allocator, case)
             if plan is not None:
                 todo[case] = partial(executor.run, plan)
-    for count, length in RANGES:
-        if 2 * count * length <= pool.num_slots:
-            ranges = _ranges(count, length, pool.num_slots // 2, pool.num_slots // 2)
-            todo[Case("copy", num_ranges=count, num_slots=count * length)] = partial(
-                storage.copy, Copies(Tier.DEVICE, Tier.DEVICE, ranges)
-            )
-        if count * length <= (shared := min(pool.num_slots, pool.num_host_slots)):
-            ranges = _ranges(count, length, shared, 0)
-            for kind, source, destination in (
-                ("swap_out", Tier.DEVICE, Tier.HOST),
-                ("swap_in", Tier.HOST, Tier.DEVICE),
-            ):
-                case = Case(kind, num_ranges=count, num_slots=count * length)
-                todo[case] = partial(storage.copy, Copies(source, destination, ranges))
+    shared = min(pool.num_slots, pool.num_host_slots)
+    for kind, source, destination, num_slots, offset in (
+        ("copy", Tier.DEVICE, Tier.DEVICE, pool.num_slots // 2, pool.num_slots // 2),
+        ("swap_out", Tier.DEVICE, Tier.HOST, shared, 0),
+        ("swap_in", Tier.HOST, Tier.DEVICE, shared, 0),
+    ):
+        for count, length in RANGES:
+            if count * length <= num_slots:
+                copies = Copies(source, destination, _ranges(count, length, num_slots, offset))
+                todo[Case(kind, num_ranges=count, num_slots=count * length)] = partial(storage.copy, copies)
     return todo
 
 

@@ -15,7 +15,7 @@ from kvbench.microbenchmark import BATCHES, CONTEXTS, PREFILLS, RANGES, Case
 from kvbench.nnls import nnls
 
 SHAPE = ModelShape(4, 8, 2, 64, 512, 30_000_000, 10_000_000, 50_000_000)
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MEASURED = DeviceProfile(
     memory_bytes=2**34,
     memory_bytes_per_s=8e9,
@@ -42,13 +42,15 @@ def cases() -> pd.DataFrame:
     return pd.DataFrame([{name: getattr(case, name) for name in names} for case in steps + moved])
 
 
+TIMED = cases().assign(seconds=lambda frame: profile_fit.predict(frame, SHAPE, 4, MEASURED))
+
+
 def fit(observations: pd.DataFrame) -> DeviceProfile:
     return profile_fit.fit(observations, SHAPE, 4, memory_bytes=2**34, host_memory_bytes=2**34)
 
 
 def test_the_fit_of_a_profiles_own_times_is_that_profile() -> None:
-    observations = cases()
-    observations["seconds"] = profile_fit.predict(observations, SHAPE, 4, MEASURED)
+    observations = TIMED
     fitted = fit(observations)
     for name in vars(MEASURED).keys() - {"product_s", "transfers_per_layer", "num_devices", "interconnect_bytes_per_s"}:
         assert getattr(fitted, name) == pytest.approx(getattr(MEASURED, name), rel=1e-6), name
@@ -64,13 +66,13 @@ def test_the_time_outside_the_executor_is_recovered_and_added() -> None:
     assert fitted.sequence_s == pytest.approx(MEASURED.sequence_s + 5e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 0.5))
 def test_any_fit_is_a_legal_profile(seed: int, noise: float) -> None:
     """However noisy the times: no negative cost, a table that does not fall, finite rates."""
-    observations = cases()
+    observations = TIMED.copy()
     factors = np.exp(noise * np.random.default_rng(seed).standard_normal(len(observations)))
-    observations["seconds"] = profile_fit.predict(observations, SHAPE, 4, MEASURED) * factors
+    observations["seconds"] *= factors
     fitted = fit(observations)
     fitted.check()
     assert all(np.isfinite([*np.ravel(fitted.product_s), fitted.flops, fitted.memory_bytes_per_s]))
