@@ -59,20 +59,24 @@ def test_literals_are_read_back_by_hydra(value: object) -> None:
 
 def test_every_step_of_a_virtual_run_is_that_of_the_real_one(run: Cli, profile: Path) -> None:  # noqa: F811
     """Scarce pools, forced and unforced preemption, by swap and by recomputation; contiguous and paged."""
-    scarce = ("pool.size=160KiB", "pool.host_size=160KiB", "max_model_len=256", "workload.num_requests=10")
-    sweep = ("allocator=static,buddy_pow2,paged,paged_swap", "scheduler.force_preemption_every=0,7")
+    scarce = ("pool.size=128KiB", "pool.host_size=128KiB", "max_model_len=192", "workload.num_requests=8")
+    sweep = (
+        "workload.output_tokens=24",
+        "allocator=buddy_pow2,paged,paged_swap",
+        "scheduler.force_preemption_every=0,7",
+    )
     code, out, err = run("+experiment=validate_roofline", *TINY, *scarce, *sweep, f"calibration.file={profile}")
     assert code == 0, err
     (table,) = run.results_dir.rglob("validation.csv")
     rows = pd.read_csv(table)
-    assert len(rows) == 8
+    assert len(rows) == 6
     assert rows["first_different_step"].isna().all()
     assert rows["requests_equal"].all()
-    assert (rows["num_preemptions"] > 0).sum() >= 4, "the law says nothing about preemption unless there is some"
+    assert (rows["num_preemptions"] > 0).sum() >= 3, "the law says nothing about preemption unless there is some"
     virtual, real = run.runs()[:2]
     assert (real.config()["executor"]["name"], virtual.config()["executor"]["name"]) == ("torch", "roofline")
     assert virtual.config()["device"]["name"] == "mine"
-    assert out.count("yes") == 16
+    assert out.count("yes") == 12
 
 
 def test_the_first_difference_is_found() -> None:
