@@ -61,6 +61,7 @@ def run(cfg: DictConfig, path: Path) -> None:
         host_memory_bytes=psutil.virtual_memory().total,
     )
     observations["predicted_s"] = profile_fit.predict(observations, shape, itemsize, profile)
+    warm_up(built)
     end_s = built.engine.run(built.groups)
     steps = built.recorder.steps(end_s)
     profile = profile_fit.add_outside(profile, _outside(steps))
@@ -89,6 +90,13 @@ def _observe(cfg: Config, built: Job, executor: TorchExecutor) -> pd.DataFrame:
 def simulated(cfg: Config, device: DeviceConfig) -> Config:
     """The same job on ``executor=roofline`` with a profile."""
     return replace(cfg, executor=replace(cfg.executor, name="roofline"), device=device)
+
+
+def warm_up(built: Job) -> None:
+    """Before a run whose times are compared with a profile's: its first step should cost what a later one would."""
+    engine = built.engine
+    if isinstance(engine.executor, TorchExecutor):
+        microbenchmark.warm_up(engine.executor, engine.allocator, engine.scheduler.config.max_batched_tokens)
 
 
 def same_requests(built: Job) -> Workload:

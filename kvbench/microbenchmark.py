@@ -82,6 +82,16 @@ def actions(executor: TorchExecutor, allocator: Allocator, max_batched_tokens: i
     return todo
 
 
+def warm_up(executor: TorchExecutor, allocator: Allocator, max_batched_tokens: int) -> None:
+    """One prefill as large as a run's may be: the first in a process pages in its memory, a quarter of its time."""
+    num_tokens = min(128, allocator.pool.max_tokens)
+    for count in range(min(max_batched_tokens // num_tokens, allocator.pool.max_rows), 0, -1):
+        plan = _plan(allocator, Case("prefill", count, num_tokens, num_tokens))
+        if plan is not None:
+            executor.run(plan)
+            return
+
+
 def measure(executor: TorchExecutor, todo: dict[Case, Action], budget_s: float, tick: Action) -> pd.DataFrame:
     """One row per case: its features, ``seconds`` (median), ``spread`` (quartile range over median), ``rounds``.
 

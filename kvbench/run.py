@@ -1,6 +1,6 @@
 """The task ``run``: a configuration measured and recorded, a sweep of them compared."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,10 +78,16 @@ def recording(cfg: DictConfig, path: Path) -> Iterator[RunWriter]:
         raise
 
 
-def measure(cfg: config.Config, drawn: Workload | None = None, *, label: str = "") -> Measured:
+def measure(
+    cfg: config.Config,
+    drawn: Workload | None = None,
+    *,
+    label: str = "",
+    prepare: Callable[[job.Job], None] = lambda built: None,
+) -> Measured:
     """Build a job and run it behind a progress bar. drawn: what to serve instead of drawing the workload.
 
-    label: which of several runs of one job it is.
+    label: which of several runs of one job it is. prepare: called between building and running.
     """
     name = " ".join(filter(None, (cfg.allocator.name, label)))
     with tqdm(unit="req", disable=not cfg.measure.progress, desc=name, dynamic_ncols=True, leave=not label) as bar:
@@ -93,6 +99,7 @@ def measure(cfg: config.Config, drawn: Workload | None = None, *, label: str = "
 
         built = job.build(cfg, show, drawn)
         bar.reset(total=len(built.groups))
+        prepare(built)
         environment = results.environment(built.backend.device)
         end_s = built.engine.run(built.groups)
     steps, requests = built.recorder.steps(end_s), built.recorder.requests()

@@ -116,7 +116,7 @@ def _recorded(cfg: DictConfig, path: Path, other: Measured | None) -> Measured:
     typed = config.typed(cfg)
     with recording(cfg, path) as writer:
         drawn = None if other is None else calibrate.same_requests(other.job)
-        measured = measure(typed, drawn, label=typed.executor.name)
+        measured = measure(typed, drawn, label=typed.executor.name, prepare=calibrate.warm_up)
         record(measured, typed, writer)
     return measured
 
