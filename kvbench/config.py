@@ -17,6 +17,15 @@ from kvbench.models import ModelConfig
 from kvbench.workload import WorkloadConfig
 
 
+class Task(Enum):
+    """What a job does."""
+
+    run = "run"  # measure one configuration
+    calibrate = "calibrate"  # write a device profile of this machine
+    validate = "validate"  # measure, and simulate the same with a profile of this machine
+    capacity = "capacity"  # find the rate that one replica sustains
+
+
 class Reservation(Enum):
     """How many tokens a reserving allocator is asked to hold for each sequence."""
 
@@ -118,6 +127,22 @@ class SchedulerConfig:
 class MeasureConfig:
     progress: bool = True
     samples: bool = True
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+
+
+@dataclass
+class CalibrationConfig:
+    file: str | None = None
+    budget_s: float = 40.0
+
+
+@dataclass
+class CapacityConfig:
+    attainment: float = 0.99
+    gpu_price_per_hour: float | None = None
+    lowest_rate: float = 0.01
+    tolerance: float = 0.02
 
 
 @dataclass
@@ -127,6 +152,7 @@ class DebugConfig:
 
 @dataclass
 class Config:
+    task: Task = Task.run
     experiment: str = "adhoc"
     results_dir: str = "results"
     seed: int = 0
@@ -141,6 +167,8 @@ class Config:
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    capacity: CapacityConfig = field(default_factory=CapacityConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
 

@@ -24,6 +24,7 @@ from kvbench.reservation import kv_tokens, reserved_tokens
 from kvbench.scheduler import Scheduler
 from kvbench.sequences import SequenceTable
 from kvbench.sizing import available_bytes, parse_size
+from kvbench.workload import Workload
 
 _TRIAL_SLOTS = 2**20
 
@@ -84,14 +85,17 @@ class Job:
     record: dict[str, Any]
 
 
-def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) -> Job:
-    """Load the model, size the pool, draw the workload and wire the engine. Raises ConfigError."""
+def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None, drawn: Workload | None = None) -> Job:
+    """Load the model, size the pool, draw the workload and wire the engine. Raises ConfigError.
+
+    drawn: what to serve instead of drawing ``cfg.workload``.
+    """
     backend = _backend(cfg).load(cfg)
     if cfg.max_model_len > backend.max_tokens:
         raise ConfigError(
             f"max_model_len: {cfg.max_model_len} exceeds the {backend.max_tokens} tokens of {backend.name}"
         )
-    drawn = workload.build(
+    drawn = drawn or workload.build(
         cfg.workload,
         backend.tokenizer,
         vocab_size=backend.vocab_size,

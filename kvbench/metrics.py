@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from kvbench.recorder import PARTS, SECONDS
 
@@ -25,8 +27,35 @@ def window(steps: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     return steps.iloc[refused[0] : refused[-1] + 1], "loaded"
 
 
-def summarize(steps: pd.DataFrame, requests: pd.DataFrame, *, bytes_per_slot: int, block_size: int) -> Metrics:
-    """All scalar metrics of a run. steps, requests: the recorder's tables."""
+@dataclass(frozen=True)
+class Objective:
+    """A service-level objective: most seconds to the first token, and per token after it; None: no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """By the column of the requests' table that they bound."""
+        return {name: limit for name, limit in vars(self).items() if limit is not None}
+
+    def met(self, requests: pd.DataFrame) -> NDArray[np.bool_]:
+        """Which requests were finished within every limit. One that has a single token has no time per token."""
+        kept = (requests["status"] == "finished").to_numpy(copy=True)
+        for name, limit in self.limits.items():
+            kept &= ~(requests[name].to_numpy(float) > limit)
+        return kept
+
+
+def summarize(
+    steps: pd.DataFrame,
+    requests: pd.DataFrame,
+    *,
+    bytes_per_slot: int,
+    block_size: int,
+    objective: Objective | None = None,
+) -> Metrics:
+    """All scalar metrics of a run. steps, requests: the recorder's tables. ``objective``: what goodput counts."""
     duration = float(steps["duration_s"].sum())
     done = requests[requests["status"] == "finished"]
     tokens = int(done["output_tokens"].sum())
@@ -39,6 +68,10 @@ def summarize(steps: pd.DataFrame, requests: pd.DataFrame, *, bytes_per_slot: in
         "output_tokens_per_s": (tokens / duration, "tokens/s"),
         "requests_per_s": (len(done) / duration, "requests/s"),
     }
+    if objective is not None and objective.limits:
+        met = int(objective.met(requests).sum())
+        metrics["goodput_requests_per_s"] = (met / duration, "requests/s")
+        metrics["attainment_fraction"] = (met / len(requests), "of requests")
     if len(done):
         metrics["normalized_latency_s"] = (float(done["normalized_latency_s"].mean()), "s/token")
     gaps = np.concatenate([np.empty(0), *(np.diff(times) for times in done["token_times_s"])])

@@ -68,11 +68,11 @@ def frame(runs: list[Run], names: list[str]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def labels(runs: list[Run]) -> list[str]:
-    """What tells the runs apart: the allocator, and every other setting that differs between them."""
+def labels(runs: list[Run], but: tuple[str, ...] = ()) -> list[str]:
+    """What tells the runs apart: the allocator, and every other setting that differs between them, ``but`` some."""
     flat = [results.flatten(run.config()) for run in runs]
     keys = [key for key in flat[0] if len({str(config.get(key)) for config in flat}) > 1]
-    others = [key for key in keys if not key.startswith("allocator.") and key != "resume"]
+    others = [key for key in keys if not key.startswith("allocator.") and key not in ("resume", *but)]
     return [
         " ".join([config["allocator.name"], *(f"{key.split('.')[-1]}={config.get(key)}" for key in others)])
         for config in flat

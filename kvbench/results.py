@@ -138,6 +138,14 @@ def find(folder: Path) -> Iterator[Run]:
             log.warning("skipped %s: %s", path / "run.json", error)
 
 
+def complete_run(config: dict[str, Any]) -> Run | None:
+    """The newest complete run of a job's configuration."""
+    wanted = config_hash(config)
+    folder = Path(config["results_dir"]) / "runs" / config["experiment"]
+    runs = [run for run in find(folder) if run.status == "complete" and run.config_hash == wanted]
+    return runs[-1] if runs else None
+
+
 def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
 

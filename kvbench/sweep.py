@@ -12,8 +12,11 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench import config, job, report, results
+from kvbench import config
+from kvbench.config import Task
 from kvbench.errors import ConfigError, explain
+from kvbench.run import Jobs
+from kvbench.tasks import TASKS
 
 
 class Sweep(Callback):
@@ -23,7 +26,7 @@ class Sweep(Callback):
 
     def __init__(self) -> None:
         self.directory = Path()
-        self.jobs: list[tuple[Path, dict[str, Any]]] = []  # run directory and configuration of each
+        self.jobs: Jobs = []  # run directory and configuration of each
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and validate every job. A bad one ends the program (exit code 2) before any work."""
@@ -39,17 +42,20 @@ class Sweep(Callback):
     def _check(self, base: DictConfig) -> None:
         self.directory = Path(base.hydra.sweep.dir)
         for number, composed in enumerate(_compose_all(base)):
-            job.validate(config.typed(composed))
+            typed = config.typed(composed)
+            TASKS[typed.task].validate(typed)
             with open_dict(composed):
                 composed.hydra.job.num = number
             path = Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
             self.jobs.append((path, config.plain(composed)))
             check_writable(Path(composed.results_dir))
+        if len({plain["task"] for _, plain in self.jobs}) > 1:
+            raise ConfigError("task: a sweep has one task; start a sweep for each")
 
     def report(self) -> None:
-        """Compare the sweep's complete runs, those of earlier sweeps that ``resume`` kept included."""
-        runs = [_run_at(path) or (complete_run(plain) if plain["resume"] else None) for path, plain in self.jobs]
-        report.compare([run for run in runs if run is not None], self.directory)
+        """Let the sweep's task say what came of its jobs."""
+        (name,) = {plain["task"] for _, plain in self.jobs}
+        TASKS[Task(name)].summarize(self.jobs, self.directory)
 
 
 def _compose_all(base: DictConfig) -> list[DictConfig]:
@@ -64,12 +70,6 @@ def _compose_all(base: DictConfig) -> list[DictConfig]:
     return [loader.load_sweep_config(base, job_overrides) for job_overrides in jobs]
 
 
-def _run_at(path: Path) -> results.Run | None:
-    """The complete run in the directory ``path`` itself."""
-    run = results.read(path) if (path / "run.json").exists() else None
-    return run if run is not None and run.status == "complete" else None
-
-
 def check_writable(results_dir: Path) -> None:
     """Raises ConfigError where results could not be written."""
     probe = results_dir / ".writable"
@@ -79,11 +79,3 @@ def check_writable(results_dir: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"results_dir: {results_dir} is not writable ({error.strerror})") from None
-
-
-def complete_run(plain: dict[str, Any]) -> results.Run | None:
-    """The newest complete run of a job's configuration."""
-    wanted = results.config_hash(plain)
-    folder = Path(plain["results_dir"]) / "runs" / plain["experiment"]
-    runs = [run for run in results.find(folder) if run.status == "complete" and run.config_hash == wanted]
-    return runs[-1] if runs else None

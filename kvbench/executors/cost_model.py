@@ -2,7 +2,9 @@
 
 A phase takes the longer of its arithmetic and its memory traffic; phases follow one another:
 
-* products with weights: ``2 x parameters`` operations per token, against reading the weights once;
+* products with weights: ``2 x parameters`` operations per token, against reading the weights once; or, where the
+  device's products were measured, ``parameters`` times the interpolated time of a product of so many rows (near
+  a CPU's ridge neither ceiling is reached, and small batches fall between the rows that a kernel takes at once);
 * attention: ``4 x heads x head_dim`` operations per query and key, against reading K and V once per sequence;
 * with n devices, two all-reduces of the activations per layer (ring: each moves 2 (n-1)/n of them);
 * outside the model: a fixed time per step, and one per sequence.
@@ -39,7 +41,9 @@ class CostModel:
         self._reduce_s = 2 * layers * device.allreduce_s if peers else 0.0
         reduced = 2 * layers * shape.hidden_size * itemsize * 2 * peers / device.num_devices
         self._reduce_token_s = reduced / device.interconnect_bytes_per_s
-        self._copy_slot_s = 2 * slot_bytes / bytes_per_s
+        self._parameters = float(shape.layer_parameters), float(shape.head_parameters)
+        self._rows, self._row_s = np.array([[0.0, 0.0], *device.product_s]).T
+        self._copy_slot_s = 2 * slot_bytes / (bytes_per_s * device.copy_efficiency)
         self._move_slot_s = slot_bytes / (device.host_bytes_per_s * device.num_devices)
         self._move_range_s = device.transfer_s * max(1, layers * device.transfers_per_layer)
 
@@ -48,15 +52,29 @@ class CostModel:
 
         kv_tokens: tokens whose K and V are read, summed over sequences. pairs: query-key pairs.
         """
-        products = max(self._layer_s * num_tokens + self._head_s * num_sampled, self._weights_s)
+        products = self._products_s(num_tokens, num_sampled)
         reductions = self._reduce_s + self._reduce_token_s * num_tokens
         outside = self._device.step_s + self._device.sequence_s * num_sampled
         attention = np.maximum(self._pair_s * pairs, self._read_s * kv_tokens)
         return attention + (products + reductions + outside)
 
+    def _products_s(self, num_tokens: int, num_sampled: int) -> float:
+        """Every layer's products for the new tokens, and the output layer's for those that are sampled from."""
+        if len(self._rows) == 1:
+            return max(self._layer_s * num_tokens + self._head_s * num_sampled, self._weights_s)
+        layers, head = self._parameters
+        return layers * self._product_s(num_tokens) + head * self._product_s(num_sampled)
+
+    def _product_s(self, num_rows: int) -> float:
+        """Seconds per parameter, by the device's table."""
+        if num_rows <= self._rows[-1]:
+            return float(np.interp(num_rows, self._rows, self._row_s))
+        slope = (self._row_s[-1] - self._row_s[-2]) / (self._rows[-1] - self._rows[-2])
+        return float(self._row_s[-1] + slope * (num_rows - self._rows[-1]))
+
     def copy_s(self, copies: Copies) -> float:
         """Copies within the device read and write its memory; between tiers they cross the host link."""
         num_slots = float(copies.ranges[:, 2].sum())
         if copies.source is copies.destination is Tier.DEVICE:
-            return self._copy_slot_s * num_slots
+            return self._copy_slot_s * num_slots + self._device.copy_s * len(copies.ranges)
         return self._move_slot_s * num_slots + self._move_range_s * len(copies.ranges)

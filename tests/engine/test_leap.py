@@ -1,5 +1,7 @@
 """Steps taken at once leave exactly the records of steps taken one by one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -21,6 +23,7 @@ from tests.engine.harness import ALLOCATORS, make_group
 
 SHAPE = ModelShape(2, 4, 2, 16, 64, 50_000, 10_000, 70_000)
 DEVICE = DeviceProfile(10**9, 1e9, 1e11, 1e8, transfer_s=1e-6, step_s=1e-3, sequence_s=1e-5)
+MEASURED = replace(DEVICE, product_s=[[1.0, 1e-8], [3.0, 1.7e-8], [8.0, 1.1e-7], [24.0, 3e-7]])
 MAX_TOKENS, MAX_ROWS = 64, 12
 
 
@@ -84,14 +87,25 @@ def requests_from(drawn: list[tuple[int, int, int, Sampling]]) -> list[Request]:
 
 @pytest.mark.parametrize("name", ALLOCATORS)
 @settings(max_examples=30, deadline=None)
-@given(drawn=drawn_requests, config=configs, spare=st.integers(0, 60), block_size=st.sampled_from([1, 4, 16]))
+@given(
+    drawn=drawn_requests,
+    config=configs,
+    spare=st.integers(0, 60),
+    block_size=st.sampled_from([1, 4, 16]),
+    device=st.sampled_from([DEVICE, MEASURED]),
+)
 def test_leaping_equals_stepping_record_for_record(
-    name: str, drawn: list[tuple[int, int, int, Sampling]], config: SchedulerConfig, spare: int, block_size: int
+    name: str,
+    drawn: list[tuple[int, int, int, Sampling]],
+    config: SchedulerConfig,
+    spare: int,
+    block_size: int,
+    device: DeviceProfile,
 ) -> None:
     paged = name.startswith("paged")
     num_slots = 4 * (60 + block_size) + spare if paged else 4 * MAX_TOKENS + spare
     options = {"block_size": block_size} if paged else {}
-    requests, cost = requests_from(drawn), CostModel(SHAPE, DEVICE, 2)
+    requests, cost = requests_from(drawn), CostModel(SHAPE, device, 2)
     leapt = play(name, requests, num_slots, config, RooflineExecutor(cost), **options)
     stepped = play(name, requests, num_slots, config, Stepping(cost), **options)
     pd.testing.assert_frame_equal(leapt[0], stepped[0], check_exact=True)
