@@ -79,7 +79,7 @@ class Request:
         _require(0 <= self.arrival_s < math.inf, "arrival", self.arrival_s, "finite seconds >= 0")
         shared, most = self.num_prefix_tokens, len(self.prompt) - 1
         legal = shared == 0 if self.prefix_id is None else 1 <= shared <= most
-        _require(legal, "prefix", f"a prefix of {shared} tokens", f"1 to {most} tokens, or none")
+        _require(legal, "prefix", shared, f"1 to {most} tokens of this prompt, or none and no id")
         self.prompt.setflags(write=False)
 
     @property
