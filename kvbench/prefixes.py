@@ -1,4 +1,4 @@
-"""Beginnings that prompts have in common, known before the first arrival: computed once, in the pool for the whole run."""
+"""Beginnings that prompts share, known before the first arrival: computed once and kept for the whole run."""
 
 from collections.abc import Iterable
 

@@ -124,8 +124,9 @@ def _requests(
     assert drawn.arrival_s is not None
     hash_ids = itertools.repeat((), len(drawn)) if drawn.hash_ids is None else drawn.hash_ids
     arrivals, outputs = drawn.arrival_s.tolist(), drawn.output_tokens.tolist()
-    columns = zip(prompts, arrivals, outputs, samplings, hash_ids, prefix_ids, strict=True)
-    return [Request(index, *fields, num_prefix_tokens) for index, fields in enumerate(columns)]
+    shared = itertools.repeat(num_prefix_tokens, len(prompts))
+    columns = zip(prompts, arrivals, outputs, samplings, hash_ids, prefix_ids, shared, strict=True)
+    return [Request(index, *fields) for index, fields in enumerate(columns)]
 
 
 def _whole_prompts(
@@ -218,7 +219,9 @@ def _fit(requests: list[Request], max_tokens: int, too_long: str) -> list[Reques
         elif too_long == "truncate":
             output = min(request.max_new_tokens, max_tokens - 1)
             kept = request.prompt[-(max_tokens - output) :]
-            fitting.append(replace(request, prompt=kept, max_new_tokens=output, hash_ids=(), prefix_id=None, num_prefix_tokens=0))
+            fitting.append(
+                replace(request, prompt=kept, max_new_tokens=output, hash_ids=(), prefix_id=None, num_prefix_tokens=0)
+            )
         elif too_long == "error":
             raise ConfigError(
                 f"workload.too_long: request {request.request_id} needs {num_prompt} prompt + "

@@ -63,7 +63,9 @@ samplings = st.sampled_from(
     ]
 )
 drawn_requests = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(0, 60), samplings, st.sampled_from([None, None, 0, 1])),
+    st.tuples(
+        st.integers(1, 20), st.integers(1, 40), st.integers(0, 60), samplings, st.sampled_from([None, None, 0, 1])
+    ),
     min_size=1,
     max_size=9,
 )
@@ -93,7 +95,11 @@ def requests_from(drawn: list[tuple[int, int, int, Sampling, int | None]]) -> li
 @settings(max_examples=30, deadline=None)
 @given(drawn=drawn_requests, config=configs, spare=st.integers(0, 60), block_size=st.sampled_from([1, 4, 16]))
 def test_leaping_equals_stepping_record_for_record(
-    name: str, drawn: list[tuple[int, int, int, Sampling, int | None]], config: SchedulerConfig, spare: int, block_size: int
+    name: str,
+    drawn: list[tuple[int, int, int, Sampling, int | None]],
+    config: SchedulerConfig,
+    spare: int,
+    block_size: int,
 ) -> None:
     paged = name.startswith("paged")
     # What is resident and withheld, in whole blocks, beside the largest group.

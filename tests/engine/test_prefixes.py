@@ -136,7 +136,9 @@ def test_a_swapped_group_takes_a_copy_along_and_leaves_the_prefix() -> None:
 @pytest.mark.parametrize(("num_new", "num_running"), [(28, [2]), (29, [1, 1])])
 def test_the_watermark_is_kept(num_new: int, num_running: list[int]) -> None:
     """Of 20 blocks the prefix holds 4 and two stay free: two admissions of 7 blocks fit at once, of 8 they do not."""
-    run = play("paged", [greedy(i, 2, num_new, 1) for i in range(2)], 80, SchedulerConfig(), block_size=4, watermark=0.1)
+    run = play(
+        "paged", [greedy(i, 2, num_new, 1) for i in range(2)], 80, SchedulerConfig(), block_size=4, watermark=0.1
+    )
     steps = run.recorder.steps(run.end_s)
     assert steps["num_running"].tolist() == num_running
     assert steps["refused"].tolist() == [False] if len(num_running) == 1 else [True, False]
@@ -188,5 +190,7 @@ def test_who_can_keep_prefixes() -> None:
 
 @pytest.mark.parametrize(("prefix_id", "num_tokens"), [(0, 0), (0, 3), (0, -1), (None, 1)])
 def test_a_prefix_is_a_proper_part_of_its_prompt(prefix_id: int | None, num_tokens: int) -> None:
-    with pytest.raises(ConfigError, match=r"^workload\.prefix: -?\d is not legal; it must be 1 to 2 tokens of this prompt"):
+    with pytest.raises(
+        ConfigError, match=r"^workload\.prefix: -?\d is not legal; it must be 1 to 2 tokens of this prompt"
+    ):
         Request(0, np.ones(3, np.int32), 0.0, 1, Sampling(), (), prefix_id, num_tokens)
