@@ -1,12 +1,19 @@
-# The two commands of the README, and what continuous integration runs. Needs Python 3.10 or later only.
+# The commands of the README, and what continuous integration runs. Needs Python 3.10 or later only.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo figures calibration test test-all lint clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m kvbench +experiment=beam_search
+
+# From the stored tables in results/reference; nothing is run.
+figures: $(VENV)/ready
+	$(BIN)/python -m paper_figures
+
+calibration: $(VENV)/ready
+	$(BIN)/python -m paper_figures.calibration
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
@@ -17,7 +24,7 @@ test-all: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kvbench allocators kernels
+	$(BIN)/mypy kvbench allocators kernels paper_figures
 	$(BIN)/lint-imports
 
 # torch first and alone: its CPU build satisfies everything else, a later resolution could not replace it.

@@ -1,4 +1,4 @@
-"""Many runs as one table: ``python -m kvbench.collect RESULTS_FOLDER TABLE.parquet``.
+"""Many runs as one table: ``python -m kvbench.collect RESULTS_FOLDER ... TABLE.parquet``.
 
 A row per complete run: ``config.<key>``, ``metric.<name>``, ``env.<key>``, ``window`` and ``config_hash``, so that
 every number still says where it comes from. This is how sweeps of hundreds of runs are committed.
@@ -35,14 +35,14 @@ def _scalar(value: Any) -> Any:
 
 
 def main() -> None:
-    if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
-        print("usage: python -m kvbench.collect RESULTS_FOLDER TABLE.parquet", file=sys.stderr)
+    folders, target = [Path(name) for name in sys.argv[1:-1]], Path(sys.argv[-1])
+    if not folders or target.suffix != ".parquet" or not all(folder.is_dir() for folder in folders):
+        print("usage: python -m kvbench.collect RESULTS_FOLDER ... TABLE.parquet", file=sys.stderr)
         sys.exit(2)
-    runs = [run for run in results.find(Path(sys.argv[1])) if run.status == "complete"]
+    runs = [run for folder in folders for run in results.find(folder) if run.status == "complete"]
     if not runs:
-        print(f"error: no complete run in {sys.argv[1]}", file=sys.stderr)
+        print(f"error: no complete run in {', '.join(map(str, folders))}", file=sys.stderr)
         sys.exit(2)
-    target = Path(sys.argv[2])
     target.parent.mkdir(parents=True, exist_ok=True)
     frame = table(runs)
     frame.to_parquet(target, index=False)

@@ -57,9 +57,8 @@ def _from_histogram(cfg: WorkloadConfig, count: int, rng: np.random.Generator) -
     provenance = {"source": "histogram", **histograms.provenance(dataset)}
     if cfg.chat.mean_rounds is None:
         return histograms.sample(dataset, cfg.filter, count, rng), provenance
-    rounds_rng = rng.spawn(1)[0]
-    rounds = partial(histograms.sample, dataset, cfg.filter, rng=rng)
-    return chat.requests(cfg.chat, rounds, count, rounds_rng), provenance | {"chat": asdict(cfg.chat)}
+    rounds = partial(histograms.sample, dataset, cfg.filter, rng=rng)  # from children of `rng`
+    return chat.requests(cfg.chat, rounds, count, rng), provenance | {"chat": asdict(cfg.chat)}
 
 
 def _rows(cfg: WorkloadConfig, tokenizer: Tokenizer | None) -> tuple[Trace, dict[str, Any]]:

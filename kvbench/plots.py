@@ -7,20 +7,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvbench.palette import COLOURS, LINES
 from kvbench.recorder import PARTS
 from kvbench.results import Run
 
 matplotlib.use("Agg")
-
-# Okabe and Ito's palette: distinguishable under the common colour vision deficiencies
-COLOURS = {
-    "token_states": "#009E73",
-    "reservation": "#56B4E9",
-    "internal_fragmentation": "#E69F00",
-    "rounding": "#CC79A7",
-    "free": "#DDDDDD",
-}
-LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000")
 
 
 def comparison(runs: list[Run], names: list[str], stem: Path) -> Path:

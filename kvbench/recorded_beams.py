@@ -84,8 +84,8 @@ class ReplayedBeams:
     Tokens and scores are 0 and candidates are neither needed nor looked at.
 
     recordings: int64 ``[requests, steps, width]``, see ``shipped_parents``. Which one is replayed
-        depends on ``seed`` and ``request_id`` only. Beyond its end the request goes on with another,
-        from that one's second step, and so on.
+        depends on ``seed`` and ``request_id`` only. Beyond its end the request goes on with the second half
+        of another, and so on: fewer beams die late in a search than early.
     max_new_tokens: length at which every beam finishes.
     """
 
@@ -117,9 +117,8 @@ class ReplayedBeams:
 def _parents_of(recordings: IntArray, num_steps: int, seed: int, request_id: int) -> IntArray:
     """Parents of ``num_steps`` steps, int64 ``[num_steps, width]``: a view where one recording suffices."""
     length = recordings.shape[1]
-    num_parts = 1 + max(0, -(-(num_steps - length) // (length - 1)))
-    chosen = (uniform(seed, request_id, 0, np.arange(num_parts)) * len(recordings)).astype(np.int64)
+    half = length // 2
+    num_more = max(0, -(-(num_steps - length) // (length - half)))
+    chosen = (uniform(seed, request_id, 0, np.arange(1 + num_more)) * len(recordings)).astype(np.int64)
     first = recordings[chosen[0]]
-    if num_parts == 1:
-        return first[:num_steps]
-    return np.concatenate([first, *recordings[chosen[1:], 1:]])[:num_steps]
+    return np.concatenate([first, *recordings[chosen[1:], half:]])[:num_steps] if num_more else first[:num_steps]

@@ -15,6 +15,7 @@ from kvbench.executors.roofline import RooflineExecutor
 from kvbench.geometry import shape_of
 from kvbench.recorded_beams import ReplayedBeams, shipped, shipped_parents
 from kvbench.request import Request
+from kvbench.workload_config import length_source
 
 
 def validate(cfg: Config) -> None:
@@ -27,6 +28,11 @@ def validate(cfg: Config) -> None:
     cfg.device.profile.check()
     if not cfg.workload.ignore_eos:
         raise ConfigError("workload.ignore_eos: executor=roofline draws no tokens, so no EOS either; set it to true")
+    if length_source(cfg.workload) is None:
+        raise ConfigError(
+            "workload: executor=roofline serves lengths, not texts; use workload=sharegpt_paper, alpaca_paper, trace "
+            "or lengths"
+        )
     if cfg.workload.mode == "beam":
         shipped(cfg.workload.beam_width)
 

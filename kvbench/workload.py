@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvbench.errors import ConfigError
 from kvbench.length_distributions import draw_lengths
 from kvbench.length_filter import FilterConfig
 from kvbench.models import Tokenizer
-from kvbench.prompts import read_prompts
+from kvbench.prompts import SHIPPED, read_prompts
 from kvbench.request import Request, Sampling
 from kvbench.traces import Trace
 from kvbench.workload_config import WorkloadConfig, check, length_source, request_limit
@@ -50,8 +51,16 @@ class Streams:
         return cls(*(np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)))
 
 
+_passed: set[str] = set()  # configurations that `validate` found good
+
+
 def validate(cfg: WorkloadConfig) -> None:
-    """Check what needs no model, by drawing the workload without one. Raises ConfigError."""
+    """Check what needs no model, by drawing the workload without one. Raises ConfigError.
+
+    What has passed is not drawn again: a sweep's jobs mostly share their workload.
+    """
+    if (key := repr(cfg)) in _passed:
+        return
     check(cfg)
     tokenizer = None
     if length_source(cfg) is None:
@@ -62,6 +71,7 @@ def validate(cfg: WorkloadConfig) -> None:
         cfg = replace(cfg, filter=FilterConfig(), trace=replace(cfg.trace, tokenizer="bytes"))
     read_prompts(cfg.prompts)
     build(cfg, tokenizer, vocab_size=len(ByteTokenizer()), max_tokens=sys.maxsize, seed=0)
+    _passed.add(key)
 
 
 def build(cfg: WorkloadConfig, tokenizer: Tokenizer | None, *, vocab_size: int, max_tokens: int, seed: int) -> Workload:
@@ -145,7 +155,8 @@ def _whole_prompts(
     prompts = [tokens[index] for index in chosen]
     outputs = draw_lengths(cfg.output_tokens, len(arrivals), streams.lengths, key="output_tokens")
     inputs = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    return prompts, Trace(inputs, outputs, arrivals), {"source": "prompts", "file": cfg.prompts}
+    provenance = {"source": "prompts", "file": Path(cfg.prompts or SHIPPED.name).name}
+    return prompts, Trace(inputs, outputs, arrivals), provenance
 
 
 def _cut_prompts(

@@ -299,14 +299,25 @@ def test_impossible_requests_are_refused(change, key):
 def test_every_workload_composes_and_builds(file, tmp_path):
     cfg = composed(f"workload={file.stem}").workload
     assert set(cfg) == set(WorkloadConfig.__dataclass_fields__)
-    if file.stem == "lengths":
-        with pytest.raises(ConfigError, match=r"workload\.lengths: give a CSV"):
+    rows = write(tmp_path, "l.csv", "arrival_s,input_tokens,output_tokens\n0.5,30,3\n")
+    if file.stem in ("lengths", "trace"):
+        with pytest.raises(ConfigError, match=r"workload\.lengths: give a CSV .* or workload\.trace\.file a trace"):
             build_bytes(OmegaConf.to_object(cfg))
-        cfg.lengths = write(tmp_path, "l.csv", "input_tokens,output_tokens\n30,3\n")
+        if file.stem == "trace":
+            cfg.trace.file = rows
+        else:
+            cfg.lengths = rows
+    if cfg.duration_s is not None:
+        cfg.duration_s = 60
     requests = build_bytes(OmegaConf.to_object(cfg), max_tokens=8192)
     assert cfg.name == file.stem
-    assert len(requests) == (1 if file.stem == "lengths" else 96)
+    rates = {"sharegpt_paper": 2, "alpaca_paper": 30, "chat_paper": 0.5, "translation": 10}
+    paper = {name: range(int(60 * rate * 0.7), int(60 * rate * 1.3)) for name, rate in rates.items()}
+    expected = {"lengths": range(1, 2), "trace": range(1, 2)} | paper
+    assert len(requests) in expected.get(file.stem, range(96, 97))
     assert {r.num_sequences for r in requests} == {4 if file.stem in ("beam_search", "parallel_sampling") else 1}
+    if file.stem == "trace":
+        assert [r.arrival_s for r in requests] == [0.5]
 
 
 def test_the_schema_refuses_typos_and_wrong_types():

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 Row = tuple[int, list[Any] | None]  # line (in Parquet: row) and cells; None: nothing to read, and that is legal
@@ -33,20 +32,16 @@ def csv_rows(path: Path, names: Sequence[str]) -> Iterator[Row]:
 
 
 def jsonl_rows(path: Path, names: Sequence[str]) -> Iterator[Row]:
-    """Cells are JSON values, None where the object has no such key; all None where a line is no object."""
+    """Cells are JSON values, None where the object has no such key; a line that is no object fills every cell."""
     with _open(path) as file:
         for line, text in enumerate(file, start=1):
             if not text.isspace():
-                item = _json_object(text)
-                yield line, [item.get(name) for name in names]
+                item = _json(text)
+                yield line, [item.get(name) if isinstance(item, dict) else text.strip() for name in names]
 
 
 def parquet_header(path: Path) -> list[str]:
-    """Raises ValueError where the file is not Parquet."""
-    try:
-        return pq.read_schema(path).names
-    except pa.ArrowException as error:
-        raise ValueError(f"not Parquet ({error})") from error
+    return pq.read_schema(path).names
 
 
 def parquet_rows(path: Path, names: Sequence[str]) -> Iterator[Row]:
@@ -71,9 +66,8 @@ def _cells(text: str) -> list[str]:
         return []
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json(text: str) -> Any:
     try:
-        item = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return {}
-    return item if isinstance(item, dict) else {}
+        return None

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from kvbench import weights
 from kvbench.byte_tokenizer import ByteTokenizer
 from kvbench.errors import ConfigError
+from kvbench.input_files import read_text
 from kvbench.json_files import is_text, json_list
 from kvbench.models import Tokenizer
 from kvbench.prompts import HUMAN
@@ -19,13 +20,10 @@ ASSISTANT = ("gpt", "assistant", "chatgpt", "bard", "bing")
 SETTING = "workload.trace.tokenizer"
 
 
-def conversations(path: Path, where: str) -> Iterator[Row]:
-    """Cells are the two texts. No cells: a conversation without such a pair. ``where``: for ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 text ({error})") from error
-    for item, line in json_list(text, where):
+def conversations(file: str, setting: str) -> Iterator[Row]:
+    """Cells are the two texts. No cells: a conversation without such a pair. ``setting``: for ConfigError."""
+    text = read_text(file, setting)
+    for item, line in json_list(text, f"{setting}: {file}"):
         turns = item.get("conversations") if isinstance(item, dict) else None
         if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
             yield line, _first_pair(turns)
@@ -66,7 +64,7 @@ def named_tokenizer(name: str) -> Tokenizer:
         )
         reason: object = None if tokenizer.vocab_size > 0 else "no vocabulary"
     except (OSError, ValueError) as error:
-        reason = refusal or error
+        reason = refusal or str(error).splitlines()[0]
     if reason is not None:
         raise ConfigError(
             f"{SETTING}: {name} is no tokenizer that transformers can load ({reason}); "

@@ -13,10 +13,13 @@ from kvbench.traces.trace import Trace
 
 
 class Table:
-    """Rows as they are read, in arrays: a week of trace has tens of millions."""
+    """Rows as they are read, in arrays: a week of trace has tens of millions.
 
-    def __init__(self, columns: Columns, where: str, skip: bool) -> None:
-        self._columns, self._where, self._skip = columns, where, skip
+    where: setting and file. skip: count malformed rows instead of raising ConfigError, which ends in ``advice``.
+    """
+
+    def __init__(self, columns: Columns, *, where: str, skip: bool, advice: str) -> None:
+        self._columns, self._where, self._skip, self._advice = columns, where, skip, advice
         self._hash_ids: list[tuple[int, ...]] = []
         self._values: dict[str, Any] = {
             "arrival": array("d"),
@@ -42,8 +45,8 @@ class Table:
             for append, value in zip(appends, values, strict=True):
                 append(value)
         if not self._values["input"]:
-            bad = f" ({self.num_bad} of {self.num_rows} were malformed)" if self.num_rows else " after the header"
-            raise ConfigError(f"{self._where}:1: no rows{bad}")
+            problem = f"no usable row among {self.num_rows}" if self.num_rows else "no rows"
+            raise ConfigError(f"{self._where}:1: {problem}")
 
     def _reject(self, line: int, row: list[Any]) -> None:
         self.num_bad += 1
@@ -53,7 +56,9 @@ class Table:
             try:
                 parse(cell)
             except ValueError as error:
-                raise ConfigError(f"{self._where}:{line}: {name} is {_short(cell)}, not {error}") from error
+                raise ConfigError(
+                    f"{self._where}:{line}: {name} is {_short(cell)}, not {error}{self._advice}"
+                ) from error
 
     def trace(self, spec: Format) -> Trace:
         hash_ids = np.fromiter(self._hash_ids, object, len(self._hash_ids)) if any(self._hash_ids) else None

@@ -10,6 +10,7 @@ the block size, and says exactly which appends must copy, what may be refused an
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -80,6 +81,34 @@ class Harness:
         for row, end, count in zip(rows, accumulate(per_row), per_row, strict=True):
             self.rows[row].tokens += tokens[end - count : end]
         return True
+
+    def grow(self, rows: Sequence[int], num_steps: int) -> None:
+        """Steps at once are steps one by one, and stop only where the next would need more than an append."""
+        self.sound = False
+        twin = deepcopy(self.allocator)
+        growth = self.allocator.grow(np.array(rows, dtype=np.int64), num_steps)
+        for i in range(growth.num_steps if growth else 0):
+            grant = twin.append(rows)
+            assert grant is not None, "a refused step was taken"
+            assert not grant.copies, "a step that copies was taken"
+            usage = twin.usage()
+            for part in ("token_states", "vacant", "free", "withheld", "mapped"):
+                assert getattr(growth, part)[i] == getattr(usage, part), f"{part} after step {i}"
+            assert growth.capacities[i].tolist() == twin.capacity(rows).tolist()
+            tokens = self._new_tokens(len(rows))
+            self._write(grant, tokens)
+            for row, token in zip(rows, tokens, strict=True):
+                self.rows[row].tokens.append(token)
+        assert state_of(self.allocator) == state_of(twin), "another state than step by step"
+        if growth is None or growth.num_steps < num_steps:
+            self._check_stop(twin, rows)
+
+    def _check_stop(self, twin: Allocator, rows: Sequence[int]) -> None:
+        try:
+            grant = twin.append(rows)
+        except AllocatorMisuse:
+            return
+        assert grant is None or grant.copies or type(twin).grow is Allocator.grow, "growth stopped for no reason"
 
     def fork(self, parents: Sequence[int], children: Sequence[int]) -> bool:
         grant = self._verb("fork", parents, children)

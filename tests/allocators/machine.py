@@ -65,6 +65,14 @@ class AllocatorMachine(RuleBasedStateMachine):
             rows = _some(data, rows)
             self.harness.append(rows, [data.draw(st.integers(1, self._room(row))) for row in rows])
 
+    @precondition(lambda self: self.harness.live())
+    @rule(data=st.data(), num_steps=st.integers(1, 20))
+    def grow(self, data, num_steps):
+        rows = [row for row in self.harness.live() if self._room(row)]
+        if rows:
+            rows = _some(data, rows)
+            self.harness.grow(rows, min(num_steps, *map(self._room, rows)))
+
     @precondition(lambda self: self.harness.live() and self.harness.idle())
     @rule(data=st.data())
     def fork(self, data):

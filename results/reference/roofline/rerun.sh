@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Runs every sweep behind the tables in this folder, and collects them: about two hours on one core, resumable.
+#   results/reference/roofline/rerun.sh [GROUP ...]     groups: see the functions below; none: all of them
+set -euo pipefail
+cd "$(dirname "$0")/../../.."
+PYTHON=${PYTHON:-.venv/bin/python}
+RESULTS=${RESULTS:-results}
+HERE=results/reference/roofline
+
+run() { "$PYTHON" -m kvbench measure.progress=false resume=true results_dir="$RESULTS" "$@"; }
+collect() { local table=$1; shift; "$PYTHON" -m kvbench.collect "${@/#/$RESULTS/runs/}" "$HERE/$table.parquet"; }
+
+# One panel of Figure 12: setup, workload, seconds, and each system's rates around its limit.
+panel() {
+  local common=(setup="$1" workload="$2" workload.duration_s="$3")
+  run +experiment=paper_static_batching "${common[@]}" workload.arrival.rate="$4"
+  run +experiment=paper_throughput "${common[@]}" allocator=buddy_max workload.arrival.rate="$5"
+  run +experiment=paper_throughput "${common[@]}" allocator=buddy_pow2 workload.arrival.rate="$6"
+  run +experiment=paper_throughput "${common[@]}" allocator=buddy_oracle workload.arrival.rate="$7"
+  run +experiment=paper_throughput "${common[@]}" allocator=paged workload.arrival.rate="$8"
+}
+
+batch_throughput() { run +experiment=paper_batch_throughput; collect paper_batch_throughput paper_batch_throughput; }
+memory_waste() { run +experiment=paper_memory_waste; collect paper_memory_waste paper_memory_waste; }
+
+throughput_sharegpt() {
+  panel paper_13b sharegpt_paper 3600 .05,.1,.15,.2,.3,.4 .3,.4,.5,.6,.7 .5,.7,.8,.9,1.0 .8,1.0,1.1,1.2,1.4 1.4,1.7,1.9,2.1,2.3,2.5
+  panel paper_66b sharegpt_paper 3600 .05,.08,.1,.15,.2 .1,.15,.2,.25,.3 .2,.25,.3,.4,.5 .3,.4,.45,.5,.6 .7,.9,1.0,1.1,1.3
+  panel paper_175b sharegpt_paper 900 .05,.1,.15,.2,.3 .6,.8,1.0,1.2,1.5 1.0,1.2,1.4,1.6,2.0 1.4,1.6,1.8,2.0,2.3 2.0,2.3,2.6,2.9,3.2
+}
+
+throughput_alpaca() {
+  panel paper_13b alpaca_paper 300 1,2,2.5,3,4 2,3,4,5,6 12,14,16,18,20 18,20,22,24,27 24,28,32,36,40
+  panel paper_66b alpaca_paper 300 .6,1,1.3,1.6,2 .8,1.1,1.4,1.7,2 5,6,7,8,9 8,10,11,12,14 15,18,20,22,25
+  panel paper_175b alpaca_paper 300 .4,.8,1.2,1.6,2.5 4,5,6,7,8 14,17,20,23,26 17,20,23,26,30 18,21,24,27,30
+}
+
+throughput() { collect paper_throughput paper_throughput paper_static_batching; }
+
+# One panel of Figure 14: experiment, setting, and the rates of max, pow2, oracle and paged.
+sequences() {
+  local systems=(buddy_max buddy_pow2 buddy_oracle paged) i
+  for i in 0 1 2 3; do
+    run +experiment="$1" "$2" allocator="${systems[i]}" workload.arrival.rate="${@:i+3:1}"
+  done
+}
+
+parallel_sampling() {
+  sequences paper_parallel_sampling workload.n=2 .8,1.2,1.6,2,3 7,8,9,10,12 10,11,12,14,16 15,17,19,21,24
+  sequences paper_parallel_sampling workload.n=4 .3,.5,.7,1,1.5 3.5,4,4.5,5,6 5.5,6,7,8,9 8,9,10,12,14
+  sequences paper_parallel_sampling workload.n=6 .3,.5,.7,1,1.5 2,2.5,3,3.5,4 3.5,4,4.5,5,6 5.5,6.5,7.5,8.5,10
+  collect paper_parallel_sampling paper_parallel_sampling
+}
+
+beam_search() {
+  sequences paper_beam_search workload.beam_width=2 .8,1.2,1.6,2,3 6,7,8,9,10 7,8,9,10,12 14,16,18,20,23
+  sequences paper_beam_search workload.beam_width=4 .2,.3,.5,.7,1 2,2.5,3,3.5,4 3.5,4,5,6,7 7,8,9,10,12
+  sequences paper_beam_search workload.beam_width=6 .1,.2,.3,.5,.7 1.2,1.5,1.8,2.1,2.5 2,2.5,3,3.5,4 5,6,7,8,10
+  collect paper_beam_search paper_beam_search
+}
+
+block_size() {
+  run +experiment=paper_block_size workload=sharegpt_paper workload.arrival.rate=1.9
+  run +experiment=paper_block_size workload=alpaca_paper workload.arrival.rate=26 workload.duration_s=300
+  collect paper_block_size paper_block_size
+}
+
+swap_vs_recompute() { run +experiment=paper_swap_vs_recompute workload.arrival.rate=2.1; collect paper_swap_vs_recompute paper_swap_vs_recompute; }
+
+all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput parallel_sampling beam_search block_size swap_vs_recompute)
+for group in "${@:-${all[@]}}"; do "$group"; done
