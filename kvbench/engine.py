@@ -49,6 +49,7 @@ class Engine:
     def run(self, groups: Iterable[Group]) -> float:
         """Serve ``groups`` (sorted by arrival); returns the time at which the last one ended, in seconds."""
         arrivals = deque(groups)
+        self._load_prefixes(arrivals)
         self.executor.start()
         while arrivals or self.scheduler.has_work:
             self._receive(arrivals)
@@ -59,7 +60,22 @@ class Engine:
                     self.executor.wait_until(next_s)
             elif not (self._can_leap and self._leap(next_s)):
                 self._step()
-        return self.executor.now()
+        end_s = self.executor.now()
+        self._free_prefixes()
+        return end_s
+
+    def _load_prefixes(self, groups: Iterable[Group]) -> None:
+        """Compute what prompts begin with, if the allocator can share it, before time starts."""
+        for decision in self.scheduler.load_prefixes(group.request for group in groups):
+            plan, _ = self._plan(decision)
+            self.executor.run(plan)
+            self.table.computed[plan.rows] = plan.lengths
+
+    def _free_prefixes(self) -> None:
+        table, rows = self.table, self.scheduler.prefixes.rows
+        for row in rows:
+            self.recorder.end_sequence(int(table.uid[row]), int(table.computed[row]))
+        self.scheduler.prefixes.free()
 
     def _receive(self, arrivals: deque[Group]) -> None:
         while arrivals and arrivals[0].request.arrival_s <= self.executor.now():
@@ -129,7 +145,8 @@ class Engine:
         rows, num_new = rows[order], num_new[order]
         starts = table.computed[rows]
         positions = consecutive(starts, num_new)
-        sample, rows_to_fill = self._sample_spec(decision, rows, starts + num_new == table.length[rows])
+        has_caught_up = (starts + num_new == table.length[rows]) & (table.length[rows] < table.limit[rows])
+        sample, rows_to_fill = self._sample_spec(decision, rows, has_caught_up)
         paged = allocator.layout is Layout.PAGED
         plan = StepPlan(
             copies=decision.copies,
@@ -149,7 +166,7 @@ class Engine:
         return plan, rows_to_fill
 
     def _sample_spec(self, decision: Decision, rows: IntArray, ready: IntArray) -> tuple[SampleSpec, IntArray]:
-        """Rows that have caught up yield a token each; a fresh prompt yields one for each of its sequences."""
+        """Rows that have caught up yield a token each, a fresh prompt one for each of its sequences, a prefix none."""
         table = self.table
         picks = np.flatnonzero(ready & ~table.is_beam[rows])
         beams = np.flatnonzero(ready & table.is_beam[rows])
@@ -186,7 +203,7 @@ class Engine:
         table = self.table
         if decision.is_prefill:  # a group's rows share the prompt that one of them computed
             for group, num_new in zip(decision.groups, decision.num_new, strict=True):
-                table.computed[group.rows] = num_new[0]
+                table.computed[group.rows] += num_new[0]
         else:
             table.computed[plan.rows] = plan.lengths
         now = self.executor.now()

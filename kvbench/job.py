@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from inspect import isabstract
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from kvbench.config import Config, Oversized, Preemption, Reservation
 from kvbench.engine import Engine
 from kvbench.errors import ConfigError
 from kvbench.group import Group, Status
+from kvbench.prefixes import Prefixes, resident
 from kvbench.recorder import Recorder
 from kvbench.request import Request
 from kvbench.reservation import kv_tokens, reserved_tokens
@@ -102,9 +103,11 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None, 
         max_tokens=cfg.max_model_len,
         seed=cfg.seed,
     )
-    pool = _pool(cfg, backend)
+    prefixes = resident(drawn.requests, _allocator_class(cfg).supports)
+    pool = _pool(cfg, backend, len(prefixes))
     allocator = _allocator(cfg, pool)
-    groups = [_group(cfg, allocator, request, backend) for request in drawn.requests]
+    remaining = _beside(cfg, pool, prefixes) if prefixes else allocator
+    groups = [_group(cfg, remaining, request, backend) for request in drawn.requests]
     executor = backend.make(pool, allocator)
     table = SequenceTable(pool.max_rows, pool.max_tokens)
     scheduler = Scheduler(allocator, table, cfg.scheduler)
@@ -126,7 +129,7 @@ def _backend(cfg: Config) -> ModuleType:
     return backends[cfg.executor.name]
 
 
-def _pool(cfg: Config, backend: Backend) -> Pool:
+def _pool(cfg: Config, backend: Backend, num_prefixes: int) -> Pool:
     size = parse_size(cfg.pool.size, "pool.size", backend.device_bytes)
     host_size = parse_size(cfg.pool.host_size, "pool.host_size", backend.host_bytes)
     if size > backend.device_bytes:
@@ -143,7 +146,7 @@ def _pool(cfg: Config, backend: Backend) -> Pool:
         raise ConfigError(f"pool.size: {size:,} bytes hold no token; one takes {backend.bytes_per_slot:,} bytes")
     return Pool(
         num_slots=num_slots,
-        max_rows=cfg.scheduler.max_num_seqs,
+        max_rows=cfg.scheduler.max_num_seqs + num_prefixes,
         max_tokens=cfg.max_model_len,
         num_host_slots=host_size // backend.bytes_per_slot,
     )
@@ -169,6 +172,23 @@ def _allocator(cfg: Config, pool: Pool) -> Allocator:
         raise ConfigError(f"allocator.make: {error.__cause__ or error}") from None
 
 
+def _beside(cfg: Config, pool: Pool, prefixes: Prefixes) -> Allocator:
+    """An allocator of what the resident prefixes and the watermark leave of the pool: what fits there fits a run
+    that has nothing else to do, even when it is back from the host and shares nothing. Raises ConfigError.
+    """
+    trial = _allocator(cfg, pool)
+    grants = [trial.allocate([i], len(p), max_tokens=len(p)) for i, p in enumerate(prefixes.values())]
+    usage = trial.usage()
+    left = usage.free - usage.withheld
+    if None in grants or left < max(1, trial.block_size):
+        tokens = sum(map(len, prefixes.values()))
+        raise ConfigError(
+            f"workload.prefix: {len(prefixes)} prefixes of {tokens:,} tokens in all leave no room in the pool of "
+            f"{pool.num_slots:,} slots; lower workload.prefix.tokens or num_prefixes, or raise pool.size"
+        )
+    return _allocator(cfg, replace(pool, num_slots=left))
+
+
 def _group(cfg: Config, allocator: Allocator, request: Request, backend: Backend) -> Group:
     reserves = Capability.RESERVES_GROWTH in allocator.supports
     need = kv_tokens(request)
@@ -182,9 +202,10 @@ def _group(cfg: Config, allocator: Allocator, request: Request, backend: Backend
         )
     if need > allocator.max_admissible_tokens(count):
         size = count * need * backend.bytes_per_slot
+        beside = " beside the prefixes of workload.prefix" if resident([request], allocator.supports) else ""
         problem = (
             f"request {request.request_id} needs {count} x {need} slots ({size:,} bytes) under allocator "
-            f"{cfg.allocator.name}, more than the pool of {allocator.pool.num_slots:,} slots can hold"
+            f"{cfg.allocator.name}, more than the {allocator.pool.num_slots:,} slots of the pool can hold{beside}"
         )
         if cfg.scheduler.oversized is Oversized.error:
             raise ConfigError(f"pool.size: {problem}; enlarge it or set scheduler.oversized=reject")

@@ -1,14 +1,16 @@
-"""Workloads that are lengths and arrival times only: a lengths file, a trace or published histograms."""
+"""Workloads that are lengths and arrival times only: distributions, a lengths file, a trace or published histograms."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench import histograms, traces
+from kvbench import chat, histograms, traces
 from kvbench.arrivals import arrival_times
 from kvbench.errors import ConfigError
+from kvbench.length_distributions import draw_lengths
 from kvbench.length_filter import FilterConfig, first_kept
 from kvbench.models import Tokenizer
 from kvbench.traces import Trace, TraceConfig
@@ -28,16 +30,35 @@ def draw(
     of the file. ``tokenizer``: counts the texts of a ShareGPT file, unless the trace names one.
     Raises ConfigError.
     """
-    if cfg.histogram is not None:
+    if cfg.lengths is None and cfg.trace.file is None:
         arrivals = arrival_times(cfg.arrival, cfg.num_requests, arrival_rng, duration_s=cfg.duration_s)
-        drawn = histograms.sample(cfg.histogram, cfg.filter, len(arrivals), length_rng)
-        provenance = {"source": "histogram", **histograms.provenance(cfg.histogram), "pairing": "independent"}
-        return replace(drawn, arrival_s=arrivals), provenance
+        sample = _from_distributions if cfg.histogram is None else _from_histogram
+        drawn, provenance = sample(cfg, len(arrivals), length_rng)
+        return replace(drawn, arrival_s=arrivals), provenance | {"pairing": "independent"}
     rows, provenance = _rows(cfg, tokenizer)
     arrivals = _arrivals(cfg, rows, arrival_rng)
     pairing = "independent" if cfg.pairs == "independent" else "joint"
     drawn = _pair(rows, cfg.pairs, cfg.filter, len(arrivals), length_rng)
     return replace(drawn, arrival_s=arrivals), provenance | {"pairs": cfg.pairs, "pairing": pairing}
+
+
+def _from_distributions(cfg: WorkloadConfig, count: int, rng: np.random.Generator) -> tuple[Trace, dict[str, Any]]:
+    rngs = dict(zip(("input_tokens", "output_tokens"), rng.spawn(2), strict=True))
+
+    def draw(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        inputs, outputs = (draw_lengths(getattr(cfg, key), size, rngs[key], key=key) for key in rngs)
+        return inputs, outputs
+
+    return Trace(*first_kept(cfg.filter, draw, count)), {"source": "distributions"}
+
+
+def _from_histogram(cfg: WorkloadConfig, count: int, rng: np.random.Generator) -> tuple[Trace, dict[str, Any]]:
+    dataset = str(cfg.histogram)
+    provenance = {"source": "histogram", **histograms.provenance(dataset)}
+    if cfg.chat.mean_rounds is None:
+        return histograms.sample(dataset, cfg.filter, count, rng), provenance
+    rounds = partial(histograms.sample, dataset, cfg.filter, rng=rng)  # from children of `rng`
+    return chat.requests(cfg.chat, rounds, count, rng), provenance | {"chat": asdict(cfg.chat)}
 
 
 def _rows(cfg: WorkloadConfig, tokenizer: Tokenizer | None) -> tuple[Trace, dict[str, Any]]:

@@ -50,12 +50,12 @@ class Recorder:
 
     def step(self, decision: Decision, start_s: float, kind: str) -> int:
         """Record the pool as the step's model is about to see it; the record's index, see :meth:`timed`."""
-        rows = self._scheduler.running_rows
+        rows = self._scheduler.held_rows
         self._attribution.observe(len(self._steps), rows, self._table.uid[rows], self._allocator.capacity(rows))
         usage = self._allocator.usage()
         return self._steps.append(
             (
-                *(start_s, KINDS.index(kind), *self._queues(len(rows))),
+                *(start_s, KINDS.index(kind), *self._queues()),
                 *(sum(int(new.sum()) for new in decision.num_new), decision.refused),
                 *(usage.token_states, usage.vacant, usage.rounding, usage.free),
                 *(usage.free if decision.stranded else 0, usage.mapped, usage.host_held),
@@ -74,12 +74,14 @@ class Recorder:
         self, growth: Growth, starts_s: Seconds, model_s: Seconds, refused: bool, stranded: NDArray[np.bool_]
     ) -> None:
         """Record decode steps that were taken at once. starts_s, model_s, stranded: ``[growth.num_steps]``."""
-        rows = self._scheduler.running_rows
-        self._attribution.observe_many(len(self._steps), rows, self._table.uid[rows], growth.capacities)
+        rows, prefixes = self._scheduler.held_rows, self._scheduler.prefixes.rows
+        same_capacities = np.tile(self._allocator.capacity(prefixes), (growth.num_steps, 1))
+        capacities = np.hstack([growth.capacities, same_capacities])
+        self._attribution.observe_many(len(self._steps), rows, self._table.uid[rows], capacities)
         usage = self._allocator.usage()
-        same = _LEAP | {"num_new_tokens": len(rows), "refused": refused}
+        same = _LEAP | {"num_new_tokens": growth.capacities.shape[1], "refused": refused}
         same |= {"rounding": usage.rounding, "host_held": usage.host_held}
-        same |= zip(_QUEUES, self._queues(len(rows)), strict=True)
+        same |= zip(_QUEUES, self._queues(), strict=True)
         varying = {
             "start_s": starts_s,
             "token_states": growth.token_states,
@@ -113,9 +115,10 @@ class Recorder:
         """One row per request, in request order."""
         return pd.DataFrame(sorted(self._requests, key=lambda record: record["request_id"]))
 
-    def _queues(self, num_rows: int) -> tuple[int, int, int, int]:
+    def _queues(self) -> tuple[int, int, int, int]:
         scheduler = self._scheduler
-        return len(scheduler.running), num_rows, len(scheduler.waiting), len(scheduler.preempted)
+        num_sequences = len(scheduler.running_rows)
+        return len(scheduler.running), num_sequences, len(scheduler.waiting), len(scheduler.preempted)
 
 
 def _request_record(group: Group, keep_tokens: bool) -> dict[str, Any]:

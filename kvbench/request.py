@@ -61,6 +61,7 @@ class Request:
     arrival_s: seconds after the run's start.
     max_new_tokens: most tokens to generate per sequence.
     hash_ids: ids of the prompt's blocks where a trace states them (equal ids: equal content up to there).
+    prefix_id: requests with equal ids begin with the same ``num_prefix_tokens`` tokens; None: a prompt of its own.
     """
 
     request_id: int
@@ -69,11 +70,16 @@ class Request:
     max_new_tokens: int
     sampling: Sampling
     hash_ids: tuple[int, ...] = ()
+    prefix_id: int | None = None
+    num_prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
         _require(len(self.prompt) >= 1, "prompts", "an empty prompt", "at least one token")
         _require(self.max_new_tokens >= 1, "output_tokens", self.max_new_tokens, "an integer >= 1")
         _require(0 <= self.arrival_s < math.inf, "arrival", self.arrival_s, "finite seconds >= 0")
+        shared, most = self.num_prefix_tokens, len(self.prompt) - 1
+        legal = shared == 0 if self.prefix_id is None else 1 <= shared <= most
+        _require(legal, "prefix", shared, f"1 to {most} tokens of this prompt, or none and no id")
         self.prompt.setflags(write=False)
 
     @property

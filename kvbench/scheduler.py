@@ -6,6 +6,7 @@ and nobody new is admitted while a preempted group waits.
 """
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from kvbench.allocator import Allocator, Capability, Copies, Grant, Growth, IntArray
 from kvbench.config import Batching, Preemption, SchedulerConfig
 from kvbench.group import Group, Status
+from kvbench.prefixes import ResidentPrefixes, resident
+from kvbench.request import Request
 from kvbench.sequences import SequenceTable
 
 
@@ -63,12 +66,19 @@ class Scheduler:
         self.waiting: deque[Group] = deque()
         self.running: list[Group] = []
         self.preempted: list[Group] = []
+        self.prefixes = ResidentPrefixes(allocator, table)
         self._swaps = Capability.SWAP in allocator.supports and config.preemption is not Preemption.recompute
         self._reserves = Capability.RESERVES_GROWTH in allocator.supports
         self._granted = Decision()  # copies of forks made since the last step
         self._refused_slots: int | None = None  # what the queue's head asked for in vain; None: it may ask
         self._running_rows: IntArray | None = None  # of the running groups, while nothing changes them
         self._decode_steps = 0
+
+    def load_prefixes(self, requests: Iterable[Request]) -> Iterator[Decision]:
+        """Place the prefixes of the requests to come, where the allocator can share them: a step for each."""
+        for prefix_id, tokens in resident(requests, self.allocator.supports).items():
+            row, grant = self.prefixes.add(prefix_id, tokens)
+            yield Decision([], [row], [np.array([len(tokens)])], [grant.slots], is_prefill=True)
 
     def add(self, group: Group) -> None:
         self.waiting.append(group)
@@ -133,6 +143,11 @@ class Scheduler:
         if self._running_rows is None:
             self._running_rows = np.concatenate([np.empty(0, np.int64), *(group.rows for group in self.running)])
         return self._running_rows
+
+    @property
+    def held_rows(self) -> IntArray:
+        """Rows on the device: of the running groups, then of the prefixes."""
+        return np.concatenate([self.running_rows, self.prefixes.rows])
 
     def rows_changed(self) -> None:
         """The rows of a running group are others, or in another order."""
@@ -204,24 +219,31 @@ class Scheduler:
             self._run(group)
 
     def _start(self, group: Group, decision: Decision) -> bool:
-        """Place a group's tokens (a fresh prompt, or a recomputation) and plan their prefill.
+        """Place a group's tokens (a fresh prompt, or a recomputation) and plan their prefill, behind its prefix.
 
         Several sequences share one prefill of the prompt; what they have generated since is caught up
         by the next decode step, whose rows may bring several tokens each.
         """
         rows = group.rows
         num_tokens = int(self.table.length[rows[0]]) if len(rows) == 1 else group.prompt_length
+        num_cached = self.prefixes.num_cached(group.request)
+        num_new = num_tokens - num_cached
         batched = sum(int(new.sum()) for new in decision.num_new)
         is_limited = self.config.batching is Batching.continuous
-        if is_limited and batched and batched + num_tokens > self.config.max_batched_tokens:
+        if is_limited and batched and batched + num_new > self.config.max_batched_tokens:
             return False
-        grant = self.allocator.allocate(rows, num_tokens, max_tokens=group.max_tokens)
+        if num_cached:
+            grant = self.prefixes.extend(group.request, rows, num_new)
+        else:
+            grant = self.allocator.allocate(rows, num_tokens, max_tokens=group.max_tokens)
         if grant is None:
-            need = len(rows) * group.max_tokens if self._reserves else num_tokens
-            self._refuse(decision, need)
+            copied = num_cached % (self.allocator.block_size or 1)  # what the prefix has in a partly filled block
+            self._refuse(decision, len(rows) * group.max_tokens if self._reserves else num_new + copied)
             return False
-        decision.take(grant, "prompt", late=True)
-        decision.run(group, rows[:1], np.array([num_tokens]))
+        # A prefix was computed before; the copy of its last block is written to in this step.
+        decision.take(grant, "cow" if num_cached else "prompt", late=not num_cached)
+        decision.run(group, rows[:1], np.array([num_new]))
+        self.table.computed[rows] = num_cached
         return True
 
     def _refuse(self, decision: Decision, num_slots: int) -> None:
@@ -279,7 +301,7 @@ class Scheduler:
         self._stop(group, Status.SWAPPED, decision)
 
     def _drop_kv(self, group: Group, decision: Decision) -> None:
-        lost = int(self.table.computed[group.rows].sum())
+        lost = int((self.table.computed[group.rows] - self.prefixes.num_cached(group.request)).sum())
         group.num_recomputed_tokens += lost
         decision.num_recomputed_tokens += lost
         self.table.computed[group.rows] = 0

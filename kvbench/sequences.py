@@ -1,6 +1,7 @@
 """State of every live sequence, as arrays indexed by row."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvbench.allocator import IntArray
 from kvbench.request import Request
@@ -50,6 +51,16 @@ class SequenceTable:
         self.uid[rows] = np.arange(self._num_uids, self._num_uids + count)
         self._num_uids += count
         return rows
+
+    def acquire_prefix(self, tokens: NDArray[np.int32]) -> int:
+        """Take a row for ``tokens`` that no request generates from."""
+        row, count = self._free.pop(), len(tokens)
+        self.tokens[row, :count] = tokens
+        self.length[row] = self.limit[row] = count
+        self.computed[row] = 0
+        self.uid[row] = self._num_uids
+        self._num_uids += 1
+        return row
 
     def release(self, rows: IntArray) -> None:
         self.uid[rows] = -1

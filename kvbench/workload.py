@@ -3,8 +3,8 @@
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from kvbench import lengths
 from kvbench.arrivals import arrival_times
 from kvbench.byte_tokenizer import ByteTokenizer
 from kvbench.errors import ConfigError
+from kvbench.length_distributions import draw_lengths
 from kvbench.length_filter import FilterConfig
 from kvbench.models import Tokenizer
-from kvbench.output_lengths import output_lengths
 from kvbench.prompts import SHIPPED, read_prompts
 from kvbench.request import Request, Sampling
 from kvbench.traces import Trace
@@ -44,10 +44,11 @@ class Streams:
     lengths: np.random.Generator
     arrivals: np.random.Generator
     sampling: np.random.Generator
+    prefixes: np.random.Generator
 
     @classmethod
     def of(cls, seed: int) -> "Streams":
-        return cls(*(np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(4)))
+        return cls(*(np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)))
 
 
 _passed: set[str] = set()  # configurations that `validate` found good
@@ -85,9 +86,14 @@ def build(cfg: WorkloadConfig, tokenizer: Tokenizer | None, *, vocab_size: int, 
     streams = Streams.of(seed)
     draw = _whole_prompts if length_source(cfg) is None else _cut_prompts
     prompts, drawn, provenance = draw(cfg, tokenizer, streams)
+    prefix_ids: Iterable[int | None] = itertools.repeat(None, len(prompts))
+    if cfg.prefix.tokens is not None:
+        prompts, prefix_ids = _behind_prefixes(prompts, cfg, tokenizer, streams.prefixes)
+        drawn, provenance = replace(drawn, hash_ids=None), provenance | {"prefix": asdict(cfg.prefix)}
     if tokenizer is not None:
         _check_vocabulary(prompts, vocab_size)
-    requests = _requests(prompts, drawn, _samplings(sampling, len(prompts), streams.sampling))
+    samplings = _samplings(sampling, len(prompts), streams.sampling)
+    requests = _requests(prompts, drawn, samplings, prefix_ids, cfg.prefix.tokens or 0)
     fitting = _fit(requests, max_tokens, cfg.too_long)
     averages = {
         "num_requests": len(fitting),
@@ -118,10 +124,18 @@ def _samplings(sampling: Sampling, count: int, rng: np.random.Generator) -> Iter
     return (replace(sampling, seed=seed) for seed in rng.integers(2**63, size=count).tolist())
 
 
-def _requests(prompts: Prompts, drawn: Trace, samplings: Iterator[Sampling]) -> list[Request]:
+def _requests(
+    prompts: Prompts,
+    drawn: Trace,
+    samplings: Iterator[Sampling],
+    prefix_ids: Iterable[int | None],
+    num_prefix_tokens: int,
+) -> list[Request]:
     assert drawn.arrival_s is not None
     hash_ids = itertools.repeat((), len(drawn)) if drawn.hash_ids is None else drawn.hash_ids
-    columns = zip(prompts, drawn.arrival_s.tolist(), drawn.output_tokens.tolist(), samplings, hash_ids, strict=True)
+    arrivals, outputs = drawn.arrival_s.tolist(), drawn.output_tokens.tolist()
+    shared = itertools.repeat(num_prefix_tokens, len(prompts))
+    columns = zip(prompts, arrivals, outputs, samplings, hash_ids, prefix_ids, shared, strict=True)
     return [Request(index, *fields) for index, fields in enumerate(columns)]
 
 
@@ -137,9 +151,9 @@ def _whole_prompts(
     limit = request_limit(cfg, len(texts))
     arrivals = arrival_times(cfg.arrival, limit, streams.arrivals, duration_s=cfg.duration_s)
     chosen = list(itertools.islice(_shuffled_passes(len(texts), streams.prompts), len(arrivals)))
-    tokens = {index: _encode(texts[index], tokenizer, cfg.chat_template) for index in set(chosen)}
+    tokens = {index: _encode(texts[index], tokenizer, cfg) for index in set(chosen)}
     prompts = [tokens[index] for index in chosen]
-    outputs = output_lengths(cfg.output_tokens, len(arrivals), streams.lengths)
+    outputs = draw_lengths(cfg.output_tokens, len(arrivals), streams.lengths, key="output_tokens")
     inputs = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     provenance = {"source": "prompts", "file": Path(cfg.prompts or SHIPPED.name).name}
     return prompts, Trace(inputs, outputs, arrivals), provenance
@@ -150,15 +164,30 @@ def _cut_prompts(
 ) -> tuple[Prompts, Trace, dict[str, Any]]:
     """Prompts of exact lengths, cut one after the other from our texts; without a tokenizer, zeros."""
     drawn, provenance = lengths.draw(cfg, tokenizer, streams.lengths, streams.arrivals)
-    counts = drawn.input_tokens.tolist()
+    return _cut(drawn.input_tokens.tolist(), cfg, tokenizer, streams.prompts), drawn, provenance
+
+
+def _cut(counts: list[int], cfg: WorkloadConfig, tokenizer: Tokenizer | None, rng: np.random.Generator) -> Prompts:
     if tokenizer is None:
         zeros = np.broadcast_to(np.int32(0), max(counts))  # one number, however many tokens
-        return [zeros[:count] for count in counts], drawn, provenance
+        return [zeros[:count] for count in counts]
     # Joined texts: no token that marks the beginning of one may stand in their middle.
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in read_prompts(cfg.prompts)]
-    order = _shuffled_passes(len(texts), streams.prompts)
-    stream = itertools.chain.from_iterable(texts[index] for index in order)
-    return [np.fromiter(itertools.islice(stream, count), np.int32, count) for count in counts], drawn, provenance
+    stream = itertools.chain.from_iterable(texts[index] for index in _shuffled_passes(len(texts), rng))
+    return [np.fromiter(itertools.islice(stream, count), np.int32, count) for count in counts]
+
+
+def _behind_prefixes(
+    prompts: Prompts, cfg: WorkloadConfig, tokenizer: Tokenizer | None, rng: np.random.Generator
+) -> tuple[Prompts, list[int]]:
+    """Each prompt behind one of ``num_prefixes`` texts of ``workload.prefix.tokens`` tokens, and which one."""
+    num_tokens, num_prefixes = cfg.prefix.tokens, cfg.prefix.num_prefixes
+    assert num_tokens is not None
+    chosen = rng.integers(num_prefixes, size=len(prompts)).tolist()
+    if tokenizer is None:
+        return _cut([num_tokens + len(prompt) for prompt in prompts], cfg, None, rng), chosen
+    prefixes = _cut([num_tokens] * num_prefixes, cfg, tokenizer, rng)
+    return [np.concatenate([prefixes[index], p]) for index, p in zip(chosen, prompts, strict=True)], chosen
 
 
 def _shuffled_passes(count: int, rng: np.random.Generator) -> Iterator[int]:
@@ -167,9 +196,10 @@ def _shuffled_passes(count: int, rng: np.random.Generator) -> Iterator[int]:
         yield from rng.permutation(count).tolist()
 
 
-def _encode(text: str, tokenizer: Tokenizer, chat_template: bool) -> NDArray[np.int32]:
-    if not chat_template:
-        return np.array(tokenizer.encode(text), dtype=np.int32)
+def _encode(text: str, tokenizer: Tokenizer, cfg: WorkloadConfig) -> NDArray[np.int32]:
+    if not cfg.chat_template:
+        is_beginning = cfg.prefix.tokens is None  # no token that marks one may stand behind a prefix
+        return np.array(tokenizer.encode(text, add_special_tokens=is_beginning), dtype=np.int32)
     if not tokenizer.chat_template:
         raise ConfigError("workload.chat_template: this model's tokenizer has none; legal value: false")
     messages = [{"role": "user", "content": text}]
@@ -200,7 +230,9 @@ def _fit(requests: list[Request], max_tokens: int, too_long: str) -> list[Reques
         elif too_long == "truncate":
             output = min(request.max_new_tokens, max_tokens - 1)
             kept = request.prompt[-(max_tokens - output) :]
-            fitting.append(replace(request, prompt=kept, max_new_tokens=output, hash_ids=()))
+            fitting.append(
+                replace(request, prompt=kept, max_new_tokens=output, hash_ids=(), prefix_id=None, num_prefix_tokens=0)
+            )
         elif too_long == "error":
             raise ConfigError(
                 f"workload.too_long: request {request.request_id} needs {num_prompt} prompt + "

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench import length_filter
+from kvbench import chat, length_filter
 from kvbench.arrivals import ArrivalConfig
+from kvbench.chat import ChatConfig
 from kvbench.errors import ConfigError
 from kvbench.length_filter import FilterConfig
 from kvbench.traces import TraceConfig
@@ -15,19 +16,30 @@ PAIRS = ("in_order", "sample", "independent")
 
 
 @dataclass
+class PrefixConfig:
+    """``workload.prefix``: tokens that prompts begin with (None: nothing), one of ``num_prefixes`` texts each."""
+
+    tokens: int | None = None
+    num_prefixes: int = 1
+
+
+@dataclass
 class WorkloadConfig:
     """Schema of ``conf/workload/``. The YAML files say what each key means.
 
-    ``output_tokens`` takes an integer, a mapping or null, ``early_stopping`` a bool or "never".
+    ``input_tokens`` and ``output_tokens`` take an integer, a mapping or null, ``early_stopping`` a bool or "never".
     """
 
     name: str = "prompts"
     prompts: str | None = None
+    input_tokens: Any = None
     lengths: str | None = None
     histogram: str | None = None
+    chat: ChatConfig = field(default_factory=ChatConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     pairs: str = "in_order"
     filter: FilterConfig = field(default_factory=FilterConfig)
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     num_requests: int | None = None
     duration_s: float | None = None
     chat_template: bool = True
@@ -47,6 +59,7 @@ class WorkloadConfig:
 def length_source(cfg: WorkloadConfig) -> str | None:
     """The setting that gives lengths; None where whole prompts are served. Raises ConfigError on two."""
     sources = {
+        "workload.input_tokens": cfg.input_tokens,
         "workload.lengths": cfg.lengths,
         "workload.histogram": cfg.histogram,
         "workload.trace.file": cfg.trace.file,
@@ -75,11 +88,15 @@ def check(cfg: WorkloadConfig) -> None:
     if cfg.duration_s is not None and not 0 < cfg.duration_s < math.inf:
         raise ConfigError(f"workload.duration_s: {cfg.duration_s} is not a finite number > 0, or null")
     length_filter.check(cfg.filter)
+    _check_prefix(cfg.prefix)
+    chat.check(cfg.chat)
+    if cfg.chat.mean_rounds is not None and cfg.histogram is None:
+        raise ConfigError("workload.chat.mean_rounds: must be null without workload.histogram, which rounds come from")
     if source is None:
         _check_prompts(cfg)
     elif cfg.chat_template:
         raise ConfigError(f"workload.chat_template: must be false with {source}, whose lengths are exact")
-    elif cfg.output_tokens is not None:
+    elif cfg.output_tokens is not None and cfg.input_tokens is None:
         raise ConfigError(f"workload.output_tokens: must be null with {source}, which brings its own")
 
 
@@ -91,6 +108,13 @@ def _check_prompts(cfg: WorkloadConfig) -> None:
         )
     if any(bound is not None for bound in vars(cfg.filter).values()):
         raise ConfigError(
-            "workload.filter: every bound must be null with whole prompts; it applies to workload.lengths, "
-            "workload.histogram and workload.trace.file"
+            "workload.filter: every bound must be null with whole prompts; it applies to workload.input_tokens, "
+            "workload.lengths, workload.histogram and workload.trace.file"
         )
+
+
+def _check_prefix(cfg: PrefixConfig) -> None:
+    if cfg.tokens is not None and cfg.tokens < 1:
+        raise ConfigError(f"workload.prefix.tokens: {cfg.tokens} is not an integer >= 1, or null")
+    if cfg.num_prefixes < 1:
+        raise ConfigError(f"workload.prefix.num_prefixes: {cfg.num_prefixes} is not an integer >= 1")

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.arrivals import ArrivalConfig, arrival_times
 from kvbench.byte_tokenizer import ByteTokenizer
 from kvbench.errors import ConfigError
-from kvbench.output_lengths import output_lengths
+from kvbench.length_distributions import draw_lengths
 from kvbench.request import Request, Sampling
 from kvbench.workload import WorkloadConfig, build
 from tests.composed import composed
@@ -138,14 +138,14 @@ def test_lengths_need_their_columns_and_rows(tmp_path, texts):
 
 def test_output_length_distributions(tmp_path):
     rng = np.random.default_rng(0)
-    assert output_lengths(12, 3, rng).tolist() == [12, 12, 12]
-    assert set(output_lengths({"uniform": [3, 5]}, 500, rng)) == {3, 4, 5}
-    drawn = output_lengths({"lognormal": {"mean": 200, "cv": 0.8}}, 40_000, rng)
+    assert draw_lengths(12, 3, rng, key="output_tokens").tolist() == [12, 12, 12]
+    assert set(draw_lengths({"uniform": [3, 5]}, 500, rng, key="output_tokens")) == {3, 4, 5}
+    drawn = draw_lengths({"lognormal": {"mean": 200, "cv": 0.8}}, 40_000, rng, key="output_tokens")
     assert drawn.mean() == pytest.approx(200, rel=0.02)
     assert drawn.std() / drawn.mean() == pytest.approx(0.8, rel=0.03)
-    assert output_lengths({"lognormal": {"mean": 1, "cv": 3}}, 500, rng).min() == 1
+    assert draw_lengths({"lognormal": {"mean": 1, "cv": 3}}, 500, rng, key="output_tokens").min() == 1
     file = write(tmp_path, "o.csv", "input_tokens,output_tokens\n1,7\n1,8\n")
-    assert set(output_lengths({"from": file}, 100, rng)) == {7, 8}
+    assert set(draw_lengths({"from": file}, 100, rng, key="output_tokens")) == {7, 8}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_illegal_output_tokens_are_refused_with_the_legal_forms(spec):
     with pytest.raises(
         ConfigError, match=r"workload\.output_tokens: .* must be an integer from 1 to 2\^31 - 1, \{uniform"
     ):
-        output_lengths(spec, 3, np.random.default_rng(0))
+        draw_lengths(spec, 3, np.random.default_rng(0), key="output_tokens")
 
 
 # Limits
@@ -311,7 +311,8 @@ def test_every_workload_composes_and_builds(file, tmp_path):
         cfg.duration_s = 60
     requests = build_bytes(OmegaConf.to_object(cfg), max_tokens=8192)
     assert cfg.name == file.stem
-    paper = {"sharegpt_paper": range(80, 160), "alpaca_paper": range(1600, 2000)}
+    rates = {"sharegpt_paper": 2, "alpaca_paper": 30, "chat_paper": 0.5, "translation": 10}
+    paper = {name: range(int(60 * rate * 0.7), int(60 * rate * 1.3)) for name, rate in rates.items()}
     expected = {"lengths": range(1, 2), "trace": range(1, 2)} | paper
     assert len(requests) in expected.get(file.stem, range(96, 97))
     assert {r.num_sequences for r in requests} == {4 if file.stem in ("beam_search", "parallel_sampling") else 1}
