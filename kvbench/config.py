@@ -12,6 +12,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
+from kvbench.attention_kernel.settings import AttentionConfig
 from kvbench.models import ModelConfig
 from kvbench.workload import WorkloadConfig
 
@@ -131,6 +132,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    attention: AttentionConfig | None = None  # if given, kernels are timed instead of requests served
 
 
 ConfigStore.instance().store(name="schema", node=Config)

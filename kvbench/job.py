@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import kernels
 from kvbench import models, workload
 from kvbench.allocator import Allocator, AllocatorConfigError, Capability, Pool
+from kvbench.attention_kernel import settings
 from kvbench.beam import BeamSearch
 from kvbench.config import Config, DeviceKind, Dtype, Layers, Linear, Oversized, Preemption, Reservation
 from kvbench.engine import Engine
@@ -55,6 +56,8 @@ def validate(cfg: Config) -> None:
     _layers(cfg, _linear(cfg, choose_device(cfg.device.name)), obstacle=None)
     workload.validate(cfg.workload)
     _validate_allocator(cfg)
+    if cfg.attention is not None:
+        settings.validate(cfg.attention, choose_device(cfg.device.name).type)
 
 
 def _validate_allocator(cfg: Config) -> None:
@@ -89,6 +92,16 @@ def choose_device(kind: DeviceKind) -> torch.device:
         raise ConfigError("device: cuda was asked for and no CUDA device is available; use device=cpu or auto")
     use_cuda = kind is not DeviceKind.cpu and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
+
+
+def load_kernels(name: str, device: torch.device) -> tuple[str, kernels.Kernels]:
+    """The implementation called ``name`` (``auto``: the device's own), under its own name. Raises ConfigError."""
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "cpu"
+    try:
+        return name, kernels.load(name)
+    except kernels.KernelsUnavailable as error:
+        raise ConfigError(f"executor.kernels: {error}; use auto") from None
 
 
 @dataclass
@@ -132,13 +145,7 @@ def build(cfg: Config, on_finish: Callable[[Group], None] = lambda group: None) 
     allocator = _allocator(cfg, pool)
     eos = _eos(model)
     groups = [_group(cfg, allocator, request, eos, bytes_per_slot) for request in requests]
-    implementation = cfg.executor.kernels
-    if implementation == "auto":
-        implementation = "triton" if device.type == "cuda" else "cpu"
-    try:
-        operations = kernels.load(implementation)
-    except kernels.KernelsUnavailable as error:
-        raise ConfigError(f"executor.kernels: {error}; use auto") from None
+    implementation, operations = load_kernels(cfg.executor.kernels, device)
     storage = KVStorage(geometry, pool.num_slots, pool.num_host_slots, dtype=dtype, device=device, kernels=operations)
     executor = TorchExecutor(model, storage, operations)
     executor.warm_up(allocator.layout, allocator.block_size)

@@ -14,6 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from kvbench import config, job, metrics, results
+from kvbench.attention_kernel.experiment import Experiment, record
+from kvbench.attention_kernel.settings import AttentionConfig
 from kvbench.errors import ConfigError, explain
 from kvbench.group import Group
 from kvbench.help import help_text
@@ -68,7 +70,11 @@ def run_job(cfg: DictConfig) -> None:
     path = Path(HydraConfig.get().runtime.output_dir)
     writer = results.RunWriter(path, config=plain, config_yaml=OmegaConf.to_yaml(cfg, resolve=True))
     try:
-        measure(config.typed(cfg), writer)
+        typed = config.typed(cfg)
+        if typed.attention is None:
+            measure(typed, writer)
+        else:
+            time_attention(typed, typed.attention, writer)
     except KeyboardInterrupt:
         writer.fail("interrupted", "interrupted by the user")
         raise
@@ -94,7 +100,17 @@ def measure(cfg: config.Config, writer: results.RunWriter) -> None:
         environment = results.environment(built.device)
         end_s = built.engine.run(built.groups)
     steps, requests = built.recorder.steps(end_s), built.recorder.requests()
-    writer.complete(steps, requests, environment, built.record | scalars(built, steps, requests))
+    record = built.record | scalars(built, steps, requests)
+    writer.complete(environment, record, steps=steps, requests=requests)
+
+
+def time_attention(cfg: config.Config, attention: AttentionConfig, writer: results.RunWriter) -> None:
+    """Run one job that times kernels, and write its records."""
+    device = job.choose_device(cfg.device.name)
+    name, kernels = job.load_kernels(cfg.executor.kernels, device)
+    experiment = Experiment(attention, kernels, device, cfg.seed)
+    samples = experiment.run(cfg.measure.progress)
+    writer.complete(results.environment(device), record(experiment, name), samples=samples)
 
 
 def scalars(built: job.Job, steps: Any, requests: Any) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from rich.table import Table
 from yaml import YAMLError
 
 from kvbench import plots, results
+from kvbench.attention_kernel import report as attention_report
+from kvbench.attention_kernel.summary import is_attention
 from kvbench.results import Run
 
 MIB = 2**20
@@ -44,10 +46,15 @@ def compare(runs: list[Run], directory: Path) -> None:
     """Print the comparison of complete ``runs`` and write ``comparison.{csv,png,pdf}`` to ``directory``."""
     if not runs:
         return
-    names = labels(runs)
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
+    if timed := [run for run in runs if is_attention(run)]:
+        attention_report.compare(timed, directory, console)
+    runs = [run for run in runs if not is_attention(run)]
+    if not runs:
+        return
+    names = labels(runs)
     console.print(_table(runs, names))
     if len(runs) > 1:
         console.print(_same_tokens(runs))

@@ -49,11 +49,17 @@ class Run:
         entry = self.record.get("metrics", {}).get(name)
         return None if entry is None else entry["value"]
 
+    def environment(self) -> dict[str, Any]:
+        return json.loads((self.path / "env.json").read_text())
+
+    def table(self, name: str) -> pd.DataFrame:
+        return pd.read_parquet(self.path / f"{name}.parquet")
+
     def steps(self) -> pd.DataFrame:
-        return pd.read_parquet(self.path / "steps.parquet")
+        return self.table("steps")
 
     def requests(self) -> pd.DataFrame:
-        return pd.read_parquet(self.path / "requests.parquet")
+        return self.table("requests")
 
 
 class RunWriter:
@@ -77,11 +83,10 @@ class RunWriter:
             raise ConfigError(f"results_dir: {path} holds a run already; results are never overwritten") from None
         self._replace(self._record)
 
-    def complete(
-        self, steps: pd.DataFrame, requests: pd.DataFrame, env: dict[str, Any], record: dict[str, Any]
-    ) -> None:
-        steps.to_parquet(self.path / "steps.parquet", index=False)
-        requests.to_parquet(self.path / "requests.parquet", index=False)
+    def complete(self, env: dict[str, Any], record: dict[str, Any], **tables: pd.DataFrame) -> None:
+        """tables: each is written as ``NAME.parquet``."""
+        for name, table in tables.items():
+            table.to_parquet(self.path / f"{name}.parquet", index=False)
         (self.path / "env.json").write_text(json.dumps(env, indent=2) + "\n")
         self._replace(self._record | record | {"status": "complete"})
 
