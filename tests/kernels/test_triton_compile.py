@@ -9,11 +9,11 @@ from kernels.addressing import BaseSlots, BlockTables
 from kernels.triton_attention import Attention
 from kernels.triton_data import copy_launch, store_launch
 from kernels.triton_launch import INTERPRETED, Launch
-from tests.kernels.cubin import Cubin, compile_cubin
+from tests.kernels.cubin import Cubin, compile_cubin, compile_gcn
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set: nothing is compiled")
 
-ARCHITECTURES = pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
+ARCHITECTURES = pytest.mark.parametrize("capability", [80, 90, 100], ids="sm_{}".format)
 half, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
 
 # (dtype, query heads, KV heads, head_dim, block_size (0: contiguous), window, softcap)
@@ -48,9 +48,9 @@ ALL_SHAPES: list[Shape] = [
 # Two programs of decode share a multiprocessor of sm_80 (164 KiB, 65536 registers, 128 threads each).
 SHARED_BYTES_BUDGET = 81 * 1024
 REGISTER_BUDGET = 168
-# Instructions. Softcap and window together, with blocks of one token, need up to 14 on sm_80; see PREFILL
-# for the shapes that need none.
-PREFILL_SPILL_BUDGET = 14
+# Two programs of decode, and one of prefill, in the 64 KiB of shared memory and 512 registers of a gfx942's unit.
+GCN_DECODE_SHARED_BYTES, GCN_PREFILL_SHARED_BYTES = 34 * 1024, 64 * 1024
+GCN_REGISTER_BUDGET = 256
 
 
 def _attention(shape: Shape, num_tokens: int = 2) -> Attention:
@@ -116,9 +116,13 @@ def test_prefill_uses_tensor_cores_without_spills(shape: Shape, num_tokens: int,
     cubin = _prefill(shape, capability, num_tokens)
     assert cubin.num_spills == 0
     half_precision = shape[0] != float32
-    warpgroups = half_precision and capability == 90 and num_tokens == 256
-    assert (cubin.count(r"HG?MMA\..*") > 0) == half_precision
-    assert (cubin.count(r"HGMMA\..*") > 0) == warpgroups
+    many = half_precision and num_tokens == 256  # rows enough for the instructions of a warp group
+    assert (cubin.count(r"(HG?MMA\..*|UTCHMMA.*)") > 0) == half_precision
+    assert (cubin.count(r"HGMMA\..*") > 0) == (many and capability == 90)
+    assert (cubin.count(r"UTCHMMA.*") > 0) == (many and capability == 100)
+    if half_precision and num_tokens == 256:
+        assert cubin.count(r"LDG\..*\.128") > 0, "the query"
+        assert cubin.count(r"LDGSTS\..*\.128") > 0, "K and V"
 
 
 @pytest.mark.slow
@@ -127,7 +131,7 @@ def test_prefill_uses_tensor_cores_without_spills(shape: Shape, num_tokens: int,
 def test_every_shape_compiles_within_budget(shape: Shape, capability: int) -> None:
     _assert_decode_budget(_decode(shape, capability))
     for num_tokens in (256, 2):
-        assert _prefill(shape, capability, num_tokens).num_spills <= PREFILL_SPILL_BUDGET
+        assert _prefill(shape, capability, num_tokens).num_spills == 0
 
 
 @ARCHITECTURES
@@ -162,3 +166,40 @@ def test_data_moves_16_bytes_at_a_time(launch: Launch, capability: int) -> None:
     assert cubin.num_spills == 0
     assert cubin.count(r"LDG\..*\.128") == cubin.count(r"STG\..*\.128") > 0
     assert cubin.count(r"STG\..*") == cubin.count(r"STG\..*\.128")
+
+
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "AMD", True)
+
+
+@pytest.mark.parametrize("shape", [*HALF_DECODE, *OTHER_DECODE], ids=str)
+def test_decode_fits_an_amd_unit(shape: Shape, amd: None) -> None:
+    gcn = compile_gcn(_attention(shape).decode_launches()[0])
+    assert gcn.num_spills == 0
+    assert gcn.registers <= GCN_REGISTER_BUDGET
+    assert gcn.shared_bytes <= GCN_DECODE_SHARED_BYTES
+    assert gcn.count(r"v_mfma_\w+") > 0
+    if shape in HALF_DECODE:
+        # Two tiles of K and V, 16 KiB each, and a query, 16 bytes at a time by 256 threads.
+        assert gcn.count(r"(buffer|global)_load_dwordx4") >= 2 * 2 * 16 * 1024 // (16 * 256)
+        assert gcn.count(r"(buffer|global)_load_(u?short|dwordx2)\w*") == 0
+
+
+@pytest.mark.parametrize(("shape", "num_tokens"), PREFILL, ids=str)
+def test_prefill_fits_an_amd_unit(shape: Shape, num_tokens: int, amd: None) -> None:
+    starts = torch.zeros(3, dtype=torch.int32)
+    gcn = compile_gcn(_attention(shape, num_tokens).prefill_launch(starts))
+    assert gcn.num_spills == 0
+    assert gcn.registers <= GCN_REGISTER_BUDGET
+    assert gcn.shared_bytes <= GCN_PREFILL_SHARED_BYTES
+    assert gcn.count(r"v_mfma_\w+") > 0
+    assert gcn.count(r"(buffer|global)_load_dwordx4") > 0
+
+
+@pytest.mark.parametrize("launch", [_store_launch(), _copy_launch()], ids=["store", "copy"])
+def test_data_moves_on_an_amd_unit(launch: Launch) -> None:
+    gcn = compile_gcn(launch)
+    assert gcn.num_spills == 0
+    wide = r"(buffer|global)_store_dwordx[24]"
+    assert gcn.count(wide) == gcn.count(r"(buffer|global)_store_\w+") > 0
