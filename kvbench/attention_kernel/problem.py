@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import BaseSlots, BlockTables
+from kernels.memory import advise_huge_pages
 from kvbench.attention_kernel.settings import GridConfig, Setting
 from kvbench.models import DTYPES
 
@@ -14,7 +15,8 @@ class ColdKV:
     """A buffer of random KV, handed out region by region so that no call finds its own in a cache."""
 
     def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._buffer = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device).normal_()
+        size = num_bytes // dtype.itemsize
+        self._buffer = advise_huge_pages(torch.empty(size, dtype=dtype, device=device)).normal_()
         self._next = 0
 
     def take(self, num_slots: int, num_kv_heads: int, head_dim: int) -> Tensor:
