@@ -67,7 +67,6 @@ def _block_mask(problem: Problem, tables: Tensor, num_blocks: int) -> BlockMask:
         BLOCK_SIZE=(FLEX_BLOCK_SIZE, FLEX_BLOCK_SIZE),
         mask_mod=visible,
         seq_lengths=(1, num_blocks * FLEX_BLOCK_SIZE),
-        compute_q_blocks=False,
     )
 
 
