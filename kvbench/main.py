@@ -100,8 +100,8 @@ def measure(cfg: config.Config, writer: results.RunWriter) -> None:
         environment = results.environment(built.device)
         end_s = built.engine.run(built.groups)
     steps, requests = built.recorder.steps(end_s), built.recorder.requests()
-    record = built.record | scalars(built, steps, requests)
-    writer.complete(environment, record, steps=steps, requests=requests)
+    tables = {"steps": steps, "requests": requests}
+    writer.complete(tables, environment, built.record | scalars(built, steps, requests))
 
 
 def time_attention(cfg: config.Config, attention: AttentionConfig, writer: results.RunWriter) -> None:
@@ -110,7 +110,7 @@ def time_attention(cfg: config.Config, attention: AttentionConfig, writer: resul
     name, kernels = job.load_kernels(cfg.executor.kernels, device)
     experiment = Experiment(attention, kernels, device, cfg.seed)
     samples = experiment.run(cfg.measure.progress)
-    writer.complete(results.environment(device), record(experiment, name), samples=samples)
+    writer.complete({"samples": samples}, results.environment(device), record(experiment, name))
 
 
 def scalars(built: job.Job, steps: Any, requests: Any) -> dict[str, Any]:

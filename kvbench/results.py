@@ -8,7 +8,7 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -83,8 +83,8 @@ class RunWriter:
             raise ConfigError(f"results_dir: {path} holds a run already; results are never overwritten") from None
         self._replace(self._record)
 
-    def complete(self, env: dict[str, Any], record: dict[str, Any], **tables: pd.DataFrame) -> None:
-        """tables: each is written as ``NAME.parquet``."""
+    def complete(self, tables: Mapping[str, pd.DataFrame], env: dict[str, Any], record: dict[str, Any]) -> None:
+        """tables: by name, each to be ``<name>.parquet``."""
         for name, table in tables.items():
             table.to_parquet(self.path / f"{name}.parquet", index=False)
         (self.path / "env.json").write_text(json.dumps(env, indent=2) + "\n")

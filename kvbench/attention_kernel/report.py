@@ -82,7 +82,7 @@ def draw(table: pd.DataFrame, stem: Path) -> Path:
         row[0].legend(fontsize=8, frameon=False)
     heads = f"{first['query_heads']}/{first['kv_heads']} heads x {first['head_dim']}"
     threads = "" if "NVIDIA" in first["device"] else f", threads {first['threads']}"
-    figure.suptitle(f"{first['device']}: decode attention, {heads}, {first['dtype']}{threads}", fontsize=10)
+    figure.suptitle(f"{first['device']}\ndecode attention, {heads}, {first['dtype']}{threads}", fontsize=10)
     figure.savefig(stem.with_suffix(".pdf"))
     figure.savefig(stem.with_suffix(".png"), dpi=150)
     return stem.with_suffix(".png")
@@ -105,7 +105,7 @@ def _draw_times(axes: Axes, table: pd.DataFrame) -> None:
 
 def _draw_ratios(axes: Axes, table: pd.DataFrame, batch: int) -> None:
     sizes = sorted(table["block_size"].unique())
-    chosen = sorted({sizes[0], _default_block(table), sizes[len(sizes) // 2], sizes[-1]})
+    chosen = sorted({sizes[0], sizes[len(sizes) // 4], _default_block(table), sizes[-1]})
     for colour, size in zip(_RATIO_COLOURS, chosen, strict=False):
         rows = table[table["block_size"] == size].sort_values("context")
         axes.plot(rows["context"], rows["ratio"], marker=".", color=colour, label=f"block {size}")
