@@ -124,8 +124,7 @@ class Attention:
             "partial_sums": self.query.new_empty((*shape, head_dim), dtype=torch.float32),
             "partial_stats": self.query.new_empty((*shape, 2), dtype=torch.float32),
         }
-        # A tile of 128 tiny rows would need more registers for addresses than for data.
-        arguments = self._arguments(key_tile_bytes=16 * 1024, max_tile=128 if head_dim > 32 else 64)
+        arguments = self._arguments(key_tile_bytes=16 * 1024, max_tile=128)
         rows = triton.next_power_of_2(self.group)
         decode = Launch(
             decode_kernel,
@@ -191,6 +190,8 @@ class Attention:
         """What decode and prefill have in common."""
         head_dim = self.query.shape[2]
         dims = max(16, triton.next_power_of_2(head_dim))
+        if head_dim <= 32:  # many tiny rows would need more registers for addresses than for data
+            max_tile //= 2
         if isinstance(self.where, BlockTables):
             where, where_stride = self.where.tables, self.where.tables.stride(0)
         else:
