@@ -41,6 +41,9 @@ PREFILL: list[tuple[Shape, int]] = [
     ((bfloat16, 9, 3, 64, 0, 0, 0.0), 256),
     ((bfloat16, 8, 4, 256, 16, 4096, 50.0), 256),
     ((float32, 9, 3, 64, 16, 0, 0.0), 256),
+    # What needs most registers: positions looked up one by one, a window and a softcap.
+    ((half, 8, 1, 80, 1, 4096, 50.0), 256),
+    ((half, 8, 1, 8, 1, 4096, 50.0), 2),
 ]
 ALL_SHAPES: list[Shape] = [
     (dtype, 8, kv_heads, head_dim, block_size, window, softcap)
