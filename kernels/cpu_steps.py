@@ -187,7 +187,6 @@ def _pointer_to(element: types.Type):
 
 
 int16_pointer = _pointer_to(types.int16)
-int16_pointer = _pointer_to(types.int16)
 int32_pointer = _pointer_to(types.int32)
 int64_pointer = _pointer_to(types.int64)
 float32_pointer = _pointer_to(types.float32)

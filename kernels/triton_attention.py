@@ -26,7 +26,8 @@ Settings follow from that, not from tuning:
 * Contexts are cut into as many splits as fill the device 4 programs deep, none under 256 tokens. The
   number follows from shapes; lengths stay on the device, so nothing synchronises and CUDA graphs hold.
 * Prefill takes 128 query rows per program (64 at head_dim 256), or 16 where sequences bring fewer than
-  64 new tokens or the dtype is float32: what fits the registers without spilling.
+  64 new tokens or the dtype is float32: what fits the registers without spilling. With a softcap, which
+  needs registers and time of its own, one tile is in flight.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from torch import Tensor
 
 from kernels.addressing import BaseSlots, BlockTables
 from kernels.triton_attention_kernels import LOG2_E, combine_kernel, decode_kernel, prefill_kernel
-from kernels.triton_launch import Launch, num_processors
+from kernels.triton_launch import AMD, Launch, num_processors
 
 PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 128
@@ -123,8 +124,7 @@ class Attention:
             "partial_sums": self.query.new_empty((*shape, head_dim), dtype=torch.float32),
             "partial_stats": self.query.new_empty((*shape, 2), dtype=torch.float32),
         }
-        # A tile of 128 tiny rows would need more registers for addresses than for data.
-        arguments = self._arguments(key_tile_bytes=16 * 1024, max_tile=128 if head_dim > 32 else 64)
+        arguments = self._arguments(key_tile_bytes=16 * 1024, max_tile=128)
         rows = triton.next_power_of_2(self.group)
         decode = Launch(
             decode_kernel,
@@ -169,7 +169,7 @@ class Attention:
                 "ROWS": rows,
             },
             num_warps=8 if many else 4,
-            num_stages=self._num_stages(),
+            num_stages=min(3, self._num_stages()) if self.softcap > 0 else self._num_stages(),
         )
 
     def _num_splits(self) -> int:
@@ -178,13 +178,20 @@ class Attention:
         return max(1, min(MAX_SPLITS, wanted // num_programs))
 
     def _num_stages(self) -> int:
-        """Pipeline stages that keep two tiles of K and V in flight, behind a block table or not."""
+        """Pipeline stages that keep two tiles of K and V in flight, behind a block table or not.
+
+        On AMD one tile: in flight it is in registers, and 64 KiB of shared memory hold two programs then.
+        """
+        if AMD:
+            return 3 if isinstance(self.where, BlockTables) else 2
         return 5 if isinstance(self.where, BlockTables) else 3
 
     def _arguments(self, key_tile_bytes: int, max_tile: int) -> dict[str, Any]:
         """What decode and prefill have in common."""
         head_dim = self.query.shape[2]
         dims = max(16, triton.next_power_of_2(head_dim))
+        if head_dim <= 32:  # many tiny rows would need more registers for addresses than for data
+            max_tile //= 2
         if isinstance(self.where, BlockTables):
             where, where_stride = self.where.tables, self.where.tables.stride(0)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Triton decides at import whether kernels are compiled or interpreted on the CPU (TRITON_INTERPRET=1).
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+AMD = torch.version.hip is not None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
+from kvbench.attention_kernel.settings import AttentionConfig
 from kvbench.device_profile import DeviceProfile
 from kvbench.models import ModelConfig
 from kvbench.workload import WorkloadConfig
@@ -24,6 +25,7 @@ class Task(Enum):
     calibrate = "calibrate"  # write a device profile of this machine
     validate = "validate"  # measure, and simulate the same with a profile of this machine
     capacity = "capacity"  # find the rate that one replica sustains
+    attention = "attention"  # time attention kernels
 
 
 class Reservation(Enum):
@@ -170,6 +172,7 @@ class Config:
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     capacity: CapacityConfig = field(default_factory=CapacityConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    attention: AttentionConfig | None = None
 
 
 ConfigStore.instance().store(name="schema", node=Config)

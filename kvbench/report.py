@@ -44,10 +44,10 @@ def compare(runs: list[Run], directory: Path) -> None:
     """Print the comparison of complete ``runs`` and write ``comparison.{csv,png,pdf}`` to ``directory``."""
     if not runs:
         return
-    names = labels(runs)
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
+    names = labels(runs)
     console.print(_table(runs, names))
     if len(runs) > 1:
         console.print(_same_tokens(runs))

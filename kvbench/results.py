@@ -49,16 +49,22 @@ class Run:
         entry = self.record.get("metrics", {}).get(name)
         return None if entry is None else entry["value"]
 
+    def environment(self) -> dict[str, Any]:
+        return json.loads((self.path / "env.json").read_text())
+
+    def table(self, name: str) -> pd.DataFrame:
+        return pd.read_parquet(self.path / f"{name}.parquet")
+
     @property
     def has_samples(self) -> bool:
         """Whether its steps and requests were kept (``measure.samples``)."""
         return (self.path / "steps.parquet").exists()
 
     def steps(self) -> pd.DataFrame:
-        return pd.read_parquet(self.path / "steps.parquet")
+        return self.table("steps")
 
     def requests(self) -> pd.DataFrame:
-        return pd.read_parquet(self.path / "requests.parquet")
+        return self.table("requests")
 
 
 class RunWriter:

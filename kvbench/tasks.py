@@ -6,6 +6,7 @@ from typing import Protocol
 from omegaconf import DictConfig
 
 from kvbench import calibrate, capacity, run, validation
+from kvbench.attention_kernel import task as attention
 from kvbench.config import Config, Task
 from kvbench.run import Jobs
 
@@ -28,4 +29,5 @@ TASKS: dict[Task, TaskModule] = {
     Task.calibrate: calibrate,
     Task.validate: validation,
     Task.capacity: capacity,
+    Task.attention: attention,
 }

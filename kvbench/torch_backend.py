@@ -57,13 +57,7 @@ def load(cfg: Config) -> Backend:
         lean.use_lean_layers(model)
     if linear is not Linear.torch:
         pack_linears(model, PanelLinear if linear is Linear.panels else OneDNNLinear)
-    implementation = cfg.executor.kernels
-    if implementation == "auto":
-        implementation = "triton" if device.type == "cuda" else "cpu"
-    try:
-        operations = kernels.load(implementation)
-    except kernels.KernelsUnavailable as error:
-        raise ConfigError(f"executor.kernels: {error}; use auto") from None
+    implementation, operations = load_kernels(cfg.executor.kernels, device)
 
     def make(pool: Pool, allocator: Allocator) -> TorchExecutor:
         storage = KVStorage(
@@ -115,6 +109,16 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError("device: cuda was asked for and no CUDA device is available; use device=cpu or auto")
     use_cuda = kind is not DeviceKind.cpu and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
+
+
+def load_kernels(name: str, device: torch.device) -> tuple[str, kernels.Kernels]:
+    """The implementation called ``name`` (``auto``: the device's own), under its own name. Raises ConfigError."""
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "cpu"
+    try:
+        return name, kernels.load(name)
+    except kernels.KernelsUnavailable as error:
+        raise ConfigError(f"executor.kernels: {error}; use auto") from None
 
 
 def _linear(cfg: Config, device: torch.device) -> Linear:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import Kernels
+from kernels.memory import advise_huge_pages
 from kvbench.allocator import Copies, Tier
 from kvbench.geometry import Geometry
 
@@ -27,7 +28,7 @@ class KVStorage:
         self.kernels = kernels
         inner = (geometry.num_kv_heads, geometry.head_dim)
         shape = (geometry.num_layers, 2, num_slots, *inner)
-        self.kv = torch.empty(shape, dtype=dtype, device=device).fill_(float("nan"))
+        self.kv = advise_huge_pages(torch.empty(shape, dtype=dtype, device=device)).fill_(float("nan"))
         host_shape = (geometry.num_layers, 2, num_host_slots, *inner)
         self.host_kv = torch.empty(host_shape, dtype=dtype, pin_memory=device.type == "cuda").fill_(float("nan"))
 

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kernels
 from kernels import BaseSlots, BlockTables
+from kernels.memory import advise_huge_pages
 
 CPU = kernels.load("cpu")
 COLD_BYTES = 150 * 2**20  # all pools together: several times a last-level cache
@@ -53,7 +54,8 @@ class Bench:
         self.setting = s = setting
         num_blocks = s.batch * s.context // s.block_size
         shape = (2, num_blocks * s.block_size, s.num_kv_heads, s.head_dim)
-        self.pools = [torch.randn(shape).to(s.dtype) for _ in range(max(2, COLD_BYTES // s.kv_bytes))]
+        num_pools = max(2, COLD_BYTES // s.kv_bytes)
+        self.pools = [advise_huge_pages(torch.empty(shape, dtype=s.dtype)).normal_() for _ in range(num_pools)]
         self.destination = torch.empty_like(self.pools[0])
         self.query = torch.randn(s.batch, s.num_query_heads, s.head_dim).to(s.dtype)
         self.lengths = torch.full((s.batch,), s.context, dtype=torch.int32)

@@ -1,4 +1,7 @@
-"""What a compiled kernel needs and does, read from its machine code with the tools Triton ships."""
+"""What a compiled kernel needs and does, read from its machine code with the tools Triton ships.
+
+For NVIDIA's GPUs (``Cubin``) and AMD's (``Gcn``), which need not be there.
+"""
 
 import re
 import subprocess
@@ -21,23 +24,23 @@ BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class CrossDriver:
-    """Stands for a device of the given compute capability (80: sm_80), which need not exist."""
+    """Stands for a device that need not exist."""
 
-    capability: int
+    target: GPUTarget
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
+        return self.target
 
     def get_current_device(self) -> int:
-        return self.capability  # keys Triton's cache of compiled kernels
+        return hash(self.target.arch)  # keys Triton's cache of compiled kernels
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 @contextmanager
-def compiling_for(capability: int) -> Iterator[None]:
-    driver.set_active(CrossDriver(capability))
+def compiling_for(target: GPUTarget) -> Iterator[None]:
+    driver.set_active(CrossDriver(target))
     try:
         yield
     finally:
@@ -67,8 +70,8 @@ class Cubin:
 
 
 def compile_cubin(launch: Launch, capability: int) -> Cubin:
-    """Compile exactly what the launch would run on a device of that capability."""
-    with compiling_for(capability):
+    """Compile exactly what the launch would run on a device of that compute capability (80: sm_80)."""
+    with compiling_for(GPUTarget("cuda", capability, 32)):
         kernel = launch.compile()
     with TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -78,6 +81,33 @@ def compile_cubin(launch: Launch, capability: int) -> Cubin:
     registers = re.search(r"REG:(\d+)", usage)
     assert registers, usage
     return Cubin(int(registers[1]), kernel.metadata.shared, sass)
+
+
+@dataclass(frozen=True)
+class Gcn:
+    """registers, num_spills: vector registers per lane; shared_bytes: LDS per program."""
+
+    registers: int
+    num_spills: int
+    shared_bytes: int
+    assembly: str
+
+    def count(self, pattern: str) -> int:
+        """Instructions whose whole name matches the regular expression."""
+        names = re.findall(r"^\s+([a-z]\w+)(?=\s)", self.assembly, re.MULTILINE)
+        return sum(bool(re.fullmatch(pattern, name)) for name in names)
+
+
+def compile_gcn(launch: Launch, architecture: str = "gfx942") -> Gcn:
+    """Compile the launch for an AMD device with wavefronts of 64."""
+    with compiling_for(GPUTarget("hip", architecture, 64)):
+        kernel = launch.compile()
+    assembly = kernel.asm["amdgcn"]
+    registers, spills = (
+        int(re.findall(rf"^\s+\.{field}:\s+(\d+)", assembly, re.MULTILINE)[0])
+        for field in ("vgpr_count", "vgpr_spill_count")
+    )
+    return Gcn(registers, spills, kernel.metadata.shared, assembly)
 
 
 def _run(tool: str, *arguments: object) -> str:
