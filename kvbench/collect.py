@@ -39,7 +39,8 @@ def main() -> None:
     if not folders or target.suffix != ".parquet" or not all(folder.is_dir() for folder in folders):
         print("usage: python -m kvbench.collect RESULTS_FOLDER ... TABLE.parquet", file=sys.stderr)
         sys.exit(2)
-    runs = [run for folder in folders for run in results.find(folder) if run.status == "complete"]
+    found = [run for folder in folders for run in results.find(folder)]
+    runs = [run for run in found if run.status == "complete" and "metrics" in run.record]
     if not runs:
         print(f"error: no complete run in {', '.join(map(str, folders))}", file=sys.stderr)
         sys.exit(2)

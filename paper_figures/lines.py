@@ -32,9 +32,10 @@ def fig1(results: Path) -> Drawing:
 def fig18a(results: Path) -> Drawing:
     table = read(
         results / columns.ATTENTION_KERNEL,
-        keys={"x": "context", "batch": "batch", "block_size": "block_size"},
+        labels={"dtype": "dtype"},
+        keys={"x": "context", "batch": "batch", "block_size": "block_size", "threads": "threads"},
         values={"paged": "paged_us", "contiguous": "contiguous_us"},
-        keep={"batch": [8, 32], "block_size": [PAPER_BLOCK_SIZE]},
+        keep={"dtype": ["float32"], "threads": [1], "batch": [8, 32], "block_size": [PAPER_BLOCK_SIZE]},
     )
     series = "batch " + table["batch"].astype(int).astype(str)
     samples = table.assign(panel="", series=series, value=table["paged"] / table["contiguous"])

@@ -49,7 +49,7 @@ def _rows(samples: pd.DataFrame, heads: dict[str, Any]) -> list[dict[str, Any]]:
     contiguous = seconds["contiguous", 0]
     limit = seconds["copy", 0] / 2 if "copy" in seconds else seconds["stream", 0]
     rows = []
-    for size in seconds["paged"]:
+    for size in sorted(seconds["paged"]):
         paged = seconds["paged", size]
         ratio, low, high = _median_interval((paged / contiguous).to_numpy())
         peers = {f"{name}_us": _peer_us(seconds, name, size) for name in _PEERS}

@@ -119,8 +119,10 @@ def write_all(results: Path) -> None:
             {"block_size": 2**i, "swap_in_ms": 10.0, "swap_out_ms": 20.0, "recompute_ms": 38.0} for i in range(9)
         ],
         "cpu/attention_kernel": [
-            {"context": context, "batch": batch, "block_size": size, "paged_us": 9 + 32 / size, "contiguous_us": 10.0}
+            {"dtype": dtype, "threads": threads, "context": context, "batch": batch, "block_size": size}
+            | {"paged_us": 9 + 32 / size if (dtype, threads) == ("float32", 1) else 99.0, "contiguous_us": 10.0}
             for context, batch, size in product((64, 128, 256, 512), (1, 8, 32), (8, 16))
+            for dtype, threads in product(("float32", "bfloat16"), (1, 2))
         ],
     }
     assert list(tables) == TABLES

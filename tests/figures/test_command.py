@@ -98,8 +98,6 @@ def test_unknown_figures_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "fig18b" in capsys.readouterr().err
 
 
-def _kernel_rows() -> list[dict[str, float]]:
-    return [
-        {"context": context, "batch": 8, "block_size": 16, "paged_us": 11.0, "contiguous_us": 10.0}
-        for context in (64, 128)
-    ]
+def _kernel_rows() -> list[dict[str, object]]:
+    setting = {"dtype": "float32", "threads": 1, "batch": 8, "block_size": 16}
+    return [setting | {"context": context, "paged_us": 11.0, "contiguous_us": 10.0} for context in (64, 128)]
