@@ -113,7 +113,7 @@ def test_out_of_reach_is_no_number() -> None:
 def test_gpus_come_in_whole_replicas() -> None:
     assert [gpus_needed(10, rate, 4) for rate in (10, 5, 3, 11)] == [4, 8, 16, 4]
     assert gpus_needed(10, 0.0, 4) == math.inf
-    assert gpus_needed(0.3, 0.1, 1) == 3, "rounding of floats adds no replica"
+    assert gpus_needed(2.1, 0.3, 1) == 7, "rounding of floats adds no replica"
 
 
 def test_the_interval_is_students() -> None:
