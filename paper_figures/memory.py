@@ -42,7 +42,7 @@ def fig2(results: Path) -> Drawing:
         results / columns.MEMORY_WASTE,
         labels=LABELS,
         keys=KEYS,
-        values={part: f"metric.{part}_fraction" for part in parts},
+        values={part: f"metric.saturated_{part}_fraction" for part in parts},  # at steps that refused somebody
         keep={"allocator": columns.ORCA_AND_PAGED, "workload": [SHAREGPT], "rate": [RATES[SHAREGPT]]},
     )
     table = table.assign(

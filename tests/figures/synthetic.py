@@ -55,7 +55,7 @@ def curve(allocator: str, workload: str, **more: Any) -> list[dict[str, Any]]:
 
 
 def memory_waste() -> list[dict[str, Any]]:
-    fractions = {f"metric__{part}_fraction": share for part, share in SHARES.items()}
+    fractions = {f"metric__saturated_{part}_fraction": share for part, share in SHARES.items()}
     return [
         run(allocator, workload, rate, seed, metric__mean_batch=CAPACITY[allocator] + seed, **fractions)
         for allocator in CAPACITY
