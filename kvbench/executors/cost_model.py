@@ -63,7 +63,7 @@ class CostModel:
         if len(self._rows) == 1:
             return max(self._layer_s * num_tokens + self._head_s * num_sampled, self._weights_s)
         layers, head = self._parameters
-        return layers * self._product_s(num_tokens)
+        return layers * self._product_s(num_tokens) + head * self._product_s(num_sampled)
 
     def _product_s(self, num_rows: int) -> float:
         """Seconds per parameter, by the device's table."""
