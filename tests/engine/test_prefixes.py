@@ -145,6 +145,14 @@ def test_the_watermark_is_kept(num_new: int, num_running: list[int]) -> None:
     assert (steps["stranded"] == 0).all(), "29 slots were asked for, 24 were not withheld"
 
 
+def test_slots_that_cannot_hold_the_copied_block_are_not_stranded() -> None:
+    """Of 11 blocks the prefix holds 5 and one is withheld: of two requests that take 3, 2 are left for the second."""
+    run = play("paged", [greedy(i, 1, 8, 1) for i in range(2)], 44, SchedulerConfig(), block_size=4)
+    steps = run.recorder.steps(run.end_s)
+    assert steps["refused"].tolist() == [True, False]
+    assert (steps["stranded"] == 0).all(), "8 tokens and the copy of 1 were asked for, 8 slots were not withheld"
+
+
 def placed(allocator, num_rows: int = 8) -> tuple[ResidentPrefixes, SequenceTable]:
     table = SequenceTable(num_rows, 48)
     prefixes = ResidentPrefixes(allocator, table)
