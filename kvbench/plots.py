@@ -21,7 +21,7 @@ def comparison(runs: list[Run], names: list[str], stem: Path) -> Path:
     timed = all(run.has_samples for run in runs)
     figure = Figure(figsize=(11, 1.6 + 0.55 * len(runs) + 3.2 * timed), layout="constrained")
     heights = [1.2 + 0.45 * len(runs), *([3.2] if timed else [])]
-    top, *rest = np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights))
+    top, *rest = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     waste, batch, speed = top.subplots(1, 3, width_ratios=[2.2, 1, 1], sharey=True)
     y = np.arange(len(runs))
     _stacked_parts(waste, runs, y)

@@ -42,7 +42,7 @@ def record(overrides: list[str]) -> Recordings:
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         composed = compose("config", ["workload=beam_search", "workload.ignore_eos=true", *overrides])
     built = job.build(config.typed(composed))
-    provenance = {"config": config.plain(composed), "env": results.environment(built.device)} | built.record
+    provenance = {"config": config.plain(composed), "env": results.environment(built.backend.device)} | built.record
     observed = observe(built.groups)
     built.engine.run(built.groups)
     prompts = [group.request.prompt for group in built.groups]
