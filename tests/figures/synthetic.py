@@ -106,7 +106,7 @@ def write_all(results: Path) -> None:
         "roofline/paper_parallel_sampling": sharing("n", saving=0.02),
         "roofline/paper_beam_search": sharing("beam_width", saving=0.1),
         "roofline/paper_shared_prefix": [
-            row for name, prefix in prefixes for row in curve(name, "prefix", config__workload__prefix_tokens=prefix)
+            row for name, prefix in prefixes for row in curve(name, "prefix", config__workload__prefix__tokens=prefix)
         ],
         "roofline/paper_chat": [row for allocator in CAPACITY for row in curve(allocator, "chat")],
         "roofline/paper_block_size": by_block_size(

@@ -120,8 +120,8 @@ def test_ranges_of_the_text_appear_once_sharegpt_is_measured(tmp_path: Path) -> 
 
 
 def test_prefixes_are_told_apart_by_their_length(tmp_path: Path) -> None:
-    rows = synthetic.curve("paged", "prefix", config__workload__prefix_tokens=341)
-    rows += synthetic.curve("paged", "prefix", config__workload__prefix_tokens=200)
+    rows = synthetic.curve("paged", "prefix", config__workload__prefix__tokens=341)
+    rows += synthetic.curve("paged", "prefix", config__workload__prefix__tokens=200)
     synthetic.write(tmp_path, "roofline/paper_shared_prefix", rows)
     table = fig16(tmp_path).comparison
     five, one = row(table, "5-shot", "vLLM"), row(table, "1-shot", "vLLM")
