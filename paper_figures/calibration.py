@@ -1,4 +1,4 @@
-"""Where the two efficiencies of the device profile ``a100_40gb_vllm2023`` come from: ``python -m paper_figures.calibration``.
+"""Where the efficiencies of the device profile ``a100_40gb_vllm2023`` come from: `python -m paper_figures.calibration`.
 
 A decode step reads the weights once and every request's KV once. So Figure 1's step time, batch over throughput, is
 a line over the batch: its intercept is the weights' traffic, its slope one request's KV, each over what share of the

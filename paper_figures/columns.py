@@ -10,7 +10,7 @@ SHARED_PREFIX = "roofline/paper_shared_prefix.parquet"
 CHAT = "roofline/paper_chat.parquet"
 BLOCK_SIZE = "roofline/paper_block_size.parquet"
 SWAP_VS_RECOMPUTE = "roofline/paper_swap_vs_recompute.parquet"
-SWAP_MICROBENCHMARK = "roofline/swap_microbenchmark.parquet"
+SWAP_MICROBENCHMARK = "roofline/paper_swap_microbenchmark.parquet"
 ATTENTION_KERNEL = "cpu/attention_kernel.parquet"
 
 # Columns of the tables of runs

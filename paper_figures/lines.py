@@ -71,10 +71,18 @@ def fig18b(results: Path) -> Drawing:
 
 
 def fig19a(results: Path) -> Drawing:
-    parts = {"recompute": "recompute_ms", "swap in": "swap_in_ms", "swap out": "swap_out_ms"}
-    table = read(results / columns.SWAP_MICROBENCHMARK, keys={"x": "block_size"}, values=parts)
-    table["swap in + out"] = table["swap in"] + table["swap out"]
-    samples = table.melt("x", [*parts, "swap in + out"], var_name="series").assign(panel="")
+    table = read(
+        results / columns.SWAP_MICROBENCHMARK,
+        labels={"how": columns.PREEMPTION},
+        keys={"x": columns.BLOCK, "seed": columns.SEED},
+        values={name: f"metric.{name}" for name in ("copy_s", "num_preemptions", "prefill_s", "num_prefills")},
+        keep={"how": ["recompute", "swap"]},
+    )
+    moved = 1e3 * table["copy_s"] / table["num_preemptions"]  # out and in, which our model takes to cost the same
+    recomputed = 1e3 * table["prefill_s"] / table["num_prefills"]
+    values = {"swap in": moved / 2, "swap out": moved / 2, "swap in + out": moved, "recompute": recomputed}
+    samples = table.assign(**values).melt(["how", "x", "seed"], [*values], var_name="series").assign(panel="")
+    samples = samples[(samples["series"] == "recompute") == (samples["how"] == "recompute")]
     drawing, axes = _compared(samples, "fig19a", unit="ms")
     style.block_size_axis(axes)
     axes.set(ylabel="time, ms", ylim=(0, None))

@@ -25,7 +25,7 @@ TABLES = [
     "roofline/paper_chat",
     "roofline/paper_block_size",
     "roofline/paper_swap_vs_recompute",
-    "roofline/swap_microbenchmark",
+    "roofline/paper_swap_microbenchmark",
     "cpu/attention_kernel",
 ]
 
@@ -115,8 +115,16 @@ def write_all(results: Path) -> None:
         "roofline/paper_swap_vs_recompute": by_block_size(
             {"config.scheduler.preemption": "recompute"}, {"config.scheduler.preemption": "swap"}
         ),
-        "roofline/swap_microbenchmark": [
-            {"block_size": 2**i, "swap_in_ms": 10.0, "swap_out_ms": 20.0, "recompute_ms": 38.0} for i in range(9)
+        "roofline/paper_swap_microbenchmark": [
+            {"config.scheduler.preemption": how, "config.allocator.make.block_size": 2**i, "config.seed": 0}
+            | {
+                "metric.copy_s": 0.12,
+                "metric.num_preemptions": 4.0,
+                "metric.prefill_s": 0.19,
+                "metric.num_prefills": 5.0,
+            }
+            for how in ("recompute", "swap")
+            for i in range(9)
         ],
         "cpu/attention_kernel": [
             {"dtype": dtype, "threads": threads, "context": context, "batch": batch, "block_size": size}
