@@ -95,10 +95,11 @@ def test_without_a_tokenizer_prompts_grow_by_the_prefix() -> None:
 
 def test_a_truncated_prompt_has_lost_its_prefix() -> None:
     cfg = replace(LENGTHS, prefix=PrefixConfig(50), too_long="truncate")
-    for request in requests_of(cfg, max_tokens=70):
-        was_cut = len(request.prompt) + request.max_new_tokens == 70
-        assert request.num_prefix_tokens == (0 if request.prefix_id is None else 50)
-        assert was_cut or request.prefix_id == 0
+    whole, fitted = requests_of(cfg), requests_of(cfg, max_tokens=70)
+    was_cut = [len(after.prompt) < len(before.prompt) for before, after in zip(whole, fitted, strict=True)]
+    assert set(was_cut) == {True, False}
+    expected = [(None, 0) if cut else (0, 50) for cut in was_cut]
+    assert [(request.prefix_id, request.num_prefix_tokens) for request in fitted] == expected
 
 
 # Conversations
