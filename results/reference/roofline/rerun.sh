@@ -67,5 +67,23 @@ block_size() {
 
 swap_vs_recompute() { run +experiment=paper_swap_vs_recompute workload.arrival.rate=2.1; collect paper_swap_vs_recompute paper_swap_vs_recompute; }
 
-all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput parallel_sampling beam_search block_size swap_vs_recompute)
+swap_microbenchmark() { run +experiment=paper_swap_microbenchmark; collect paper_swap_microbenchmark paper_swap_microbenchmark; }
+
+shared_prefix() {
+  local common=(+experiment=paper_shared_prefix workload.duration_s=200)
+  run "${common[@]}" workload.prefix.tokens=80 allocator=buddy_oracle workload.arrival.rate=22,26,30,34,38,42
+  run "${common[@]}" workload.prefix.tokens=80 allocator=paged workload.arrival.rate=46,50,60,70,80,90
+  run "${common[@]}" workload.prefix.tokens=341 allocator=buddy_oracle workload.arrival.rate=5,8,10,12,14,18
+  run "${common[@]}" workload.prefix.tokens=341 allocator=paged workload.arrival.rate=30,34,38,42,46,50
+  collect paper_shared_prefix paper_shared_prefix
+}
+
+chat() {
+  run +experiment=paper_chat allocator=buddy_max,buddy_pow2,buddy_oracle workload.arrival.rate=.5,.6,.65,.7,.75,.8,.9
+  run +experiment=paper_chat allocator=paged workload.arrival.rate=.7,.8,.9,1.0,1.1,1.2,1.3
+  collect paper_chat paper_chat
+}
+
+all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput parallel_sampling beam_search
+  block_size swap_vs_recompute swap_microbenchmark shared_prefix chat)
 for group in "${@:-${all[@]}}"; do "$group"; done
