@@ -34,7 +34,7 @@ def measure(overrides: list[str]) -> dict[str, float]:
     built = job.build(cfg)
     end_s = built.engine.run(built.groups)
     steps, requests = built.recorder.steps(end_s), built.recorder.requests()
-    scalars = metrics.summarize(steps, requests, bytes_per_slot=built.bytes_per_slot, block_size=16)
+    scalars = metrics.summarize(steps, requests, bytes_per_slot=built.backend.bytes_per_slot, block_size=16)
     names = ("duration_s", "output_tokens_per_s", "num_steps", *PARTS)
     return {name: float(scalars[name][0]) for name in names}
 
