@@ -178,6 +178,12 @@ class BlockTier:
 
     def release(self, rows: IntArray) -> None:
         """Drop the rows; blocks nobody else holds are free, owned tails others hold pass on."""
+        count, vacant = compiled.release(rows, *self._arrays, self.num_free, self.block_size)
+        if count >= 0:
+            self.num_free += count
+            self.mapped -= count
+            self.vacant -= vacant
+            return
         blocks, counts = self.blocks_of(rows)
         owners = rows[self.owns_tail[rows]]
         tails, room = self.tails_of(owners), self.room_in_tails(owners)

@@ -117,3 +117,34 @@ def grow(rows, lengths, extents, tables, references, owns_tail, free, num_free, 
             capacities[step, i] = extents[row]
         taken[step] = num_new
     return taken.size
+
+
+@numba.njit(
+    types.UniTuple(types.int64, 2)(_ROWS, _INT64, _INT64, _TABLES, _INT32, _BOOL, _INT64, types.int64, types.int64),
+    cache=True,
+)
+def release(rows, lengths, extents, tables, references, owns_tail, free, num_free, block_size):
+    """Drop live and distinct rows of which none shares a block: the blocks freed and the slots that were vacant.
+
+    (-1, -1), with nothing changed, if one does, or if the counts contradict one another.
+    """
+    num_held = 0
+    for row in rows:
+        for column in range(extents[row] // block_size):
+            num_held += 1
+            if references[tables[row, column]] != 1:
+                return -1, -1
+    if num_free + num_held > free.size:
+        return -1, -1
+    num_blocks = num_vacant = 0
+    for row in rows:
+        for column in range(extents[row] // block_size):
+            block = tables[row, column]
+            references[block] = 0
+            free[num_free + num_blocks] = block
+            num_blocks += 1
+            tables[row, column] = 0
+        num_vacant += extents[row] - lengths[row]
+        lengths[row] = extents[row] = 0
+        owns_tail[row] = False
+    return num_blocks, num_vacant

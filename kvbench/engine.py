@@ -139,31 +139,36 @@ class Engine:
         """The step's plan, and the row that each pick's token will be appended to."""
         table, allocator = self.table, self.allocator
         rows, num_new = np.concatenate(decision.rows), np.concatenate(decision.num_new)
-        comes_later = num_new > 1  # decode rows first
-        slots = np.concatenate(decision.slots)[np.argsort(np.repeat(comes_later, num_new), kind="stable")]
-        order = np.argsort(comes_later, kind="stable")
+        order = np.argsort(num_new > 1, kind="stable")  # decode rows first
+        by_token = np.repeat(num_new > 1, num_new)
         rows, num_new = rows[order], num_new[order]
         starts = table.computed[rows]
-        positions = consecutive(starts, num_new)
         has_caught_up = (starts + num_new == table.length[rows]) & (table.length[rows] < table.limit[rows])
         sample, rows_to_fill = self._sample_spec(decision, rows, has_caught_up)
-        paged = allocator.layout is Layout.PAGED
         plan = StepPlan(
             copies=decision.copies,
             late_copies=decision.late_copies,
             rows=rows,
             num_new=num_new,
             num_decode=int((num_new == 1).sum()),
-            tokens=table.tokens[np.repeat(rows, num_new), positions],
-            positions=positions,
-            slots=slots,
             lengths=starts + num_new,
             sample=sample,
-            block_tables=allocator.block_tables(rows) if paged else None,
             block_size=allocator.block_size,
-            base_slots=None if paged else allocator.base_slots(rows),
         )
+        if self.executor.draws_tokens:
+            self._place(plan, np.concatenate(decision.slots)[np.argsort(by_token, kind="stable")])
         return plan, rows_to_fill
+
+    def _place(self, plan: StepPlan, slots: IntArray) -> None:
+        """Add to the plan which tokens come in, and where KV is written and read. slots: in the plan's order."""
+        allocator, rows, num_new = self.allocator, plan.rows, plan.num_new
+        plan.slots = slots
+        plan.positions = consecutive(plan.lengths - num_new, num_new)
+        plan.tokens = self.table.tokens[np.repeat(rows, num_new), plan.positions]
+        if allocator.layout is Layout.PAGED:
+            plan.block_tables = allocator.block_tables(rows)
+        else:
+            plan.base_slots = allocator.base_slots(rows)
 
     def _sample_spec(self, decision: Decision, rows: IntArray, ready: IntArray) -> tuple[SampleSpec, IntArray]:
         """Rows that have caught up yield a token each, a fresh prompt one for each of its sequences, a prefix none."""
@@ -211,7 +216,8 @@ class Engine:
         advanced[rows_to_fill] = advanced[plan.rows[plan.sample.beam_rows]] = True
         table.push(rows_to_fill, output.tokens)
         ended = table.length[rows_to_fill] == table.limit[rows_to_fill]
-        ended |= table.stops_at_eos[rows_to_fill] & np.isin(output.tokens, self.eos)
+        if self.eos:
+            ended |= table.stops_at_eos[rows_to_fill] & np.isin(output.tokens, self.eos)
         beams = []
         for group in decision.groups:
             if advanced[group.rows[0]]:

@@ -43,9 +43,10 @@ class StepPlan:
 
     rows: int64 ``[n]``, the rows that run; the first ``num_decode`` bring one token each.
     num_new: int64 ``[n]``, tokens each row brings; ``T`` is their sum.
-    tokens int32, positions int64, slots int64: ``[T]``, packed row after row.
     lengths: int64 ``[n]``, tokens of each row whose KV exists after the step.
-    block_tables int32 ``[n, max_blocks]`` of ``block_size`` (paged) or base_slots int64 ``[n]`` (contiguous).
+    tokens int32, positions int64, slots int64: ``[T]``, packed row after row. block_tables int32
+        ``[n, max_blocks]`` of ``block_size`` (paged) or base_slots int64 ``[n]`` (contiguous). All of them are
+        left out for an executor that draws no tokens.
     late_copies: replicate prompts written by this step.
     """
 
@@ -54,11 +55,11 @@ class StepPlan:
     rows: IntArray
     num_new: IntArray
     num_decode: int
-    tokens: NDArray[np.int32]
-    positions: IntArray
-    slots: IntArray
     lengths: IntArray
     sample: SampleSpec
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    positions: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    slots: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     block_tables: NDArray[np.int32] | None = None
     block_size: int = 0
     base_slots: IntArray | None = None
