@@ -38,8 +38,7 @@ def validate(cfg: Config) -> None:
 
 
 def load(cfg: Config) -> Backend:
-    """Read the model's configuration, not its weights. Raises ConfigError."""
-    validate(cfg)
+    """Read the model's configuration, not its weights. Raises ConfigError. ``cfg`` has been validated."""
     assert cfg.device.profile is not None
     profile: DeviceProfile = cfg.device.profile
     dtype = models.parse_dtype(cfg.dtype.value)
