@@ -64,7 +64,8 @@ def test_shipped_recordings_say_where_they_come_from(width: int) -> None:
     provenance = recorded_beams.shipped(width).provenance
     assert provenance["config"]["workload"]["beam_width"] == width
     assert provenance["config"]["workload"]["ignore_eos"] is True
-    assert provenance["model"]["source"] == "smollm2"
+    assert provenance["config"]["model"]["source"] == "smollm2"
+    assert len(provenance["model"]["weights_sha256"]) == 64
     assert len(provenance["env"]["commit"]) == 40
     assert provenance["env"]["dirty"] is False
 
