@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from kvbench import job
+from kvbench import torch_backend
 from kvbench.config import Config, Layers, Linear
 from kvbench.errors import ConfigError
 from kvbench.executors import lean
@@ -79,14 +79,14 @@ def test_other_calls_of_attention_are_refused(changed: dict[str, int], monkeypat
 
 def test_choice() -> None:
     cfg = Config()
-    assert job._layers(cfg, Linear.panels, None) is Layers.lean
-    assert job._layers(cfg, Linear.packed, None) is Layers.model
-    assert job._layers(cfg, Linear.panels, "why") is Layers.model
+    assert torch_backend._layers(cfg, Linear.panels, None) is Layers.lean
+    assert torch_backend._layers(cfg, Linear.packed, None) is Layers.model
+    assert torch_backend._layers(cfg, Linear.panels, "why") is Layers.model
     cfg.executor.layers = Layers.model
-    assert job._layers(cfg, Linear.panels, None) is Layers.model
+    assert torch_backend._layers(cfg, Linear.panels, None) is Layers.model
     cfg.executor.layers = Layers.lean
-    assert job._layers(cfg, Linear.panels, None) is Layers.lean
+    assert torch_backend._layers(cfg, Linear.panels, None) is Layers.lean
     with pytest.raises(ConfigError, match=r"executor.layers: lean cannot be had: why; use auto or model"):
-        job._layers(cfg, Linear.panels, "why")
+        torch_backend._layers(cfg, Linear.panels, "why")
     with pytest.raises(ConfigError, match=r"linear layers are torch, not panels \(executor.linear\)"):
-        job._layers(cfg, Linear.torch, None)
+        torch_backend._layers(cfg, Linear.torch, None)

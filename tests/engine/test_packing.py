@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench import job
+from kvbench import torch_backend
 from kvbench.config import Config, Dtype, Linear
 from kvbench.errors import ConfigError
 from kvbench.executors.packing import MakeLinear, OneDNNLinear, PanelLinear, pack_linears
@@ -62,12 +62,12 @@ def test_fused_projections_refuse_another_input(make: MakeLinear) -> None:
     ],
 )
 def test_automatic_choice(device, dtype, in_hardware, expected, monkeypatch) -> None:
-    monkeypatch.setattr(job, "has_bfloat16", lambda: in_hardware)
+    monkeypatch.setattr(torch_backend, "has_bfloat16", lambda: in_hardware)
     cfg = Config(dtype=dtype)
-    assert job._linear(cfg, torch.device(device)) is expected
+    assert torch_backend._linear(cfg, torch.device(device)) is expected
     cfg.executor.linear = Linear.panels
     if expected is Linear.torch:
         with pytest.raises(ConfigError, match=r"executor.linear: panels needs device=cpu"):
-            job._linear(cfg, torch.device(device))
+            torch_backend._linear(cfg, torch.device(device))
     else:
-        assert job._linear(cfg, torch.device(device)) is Linear.panels
+        assert torch_backend._linear(cfg, torch.device(device)) is Linear.panels
