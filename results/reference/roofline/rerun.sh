@@ -24,15 +24,18 @@ batch_throughput() { run +experiment=paper_batch_throughput; collect paper_batch
 memory_waste() { run +experiment=paper_memory_waste; collect paper_memory_waste paper_memory_waste; }
 
 throughput_sharegpt() {
-  panel paper_13b sharegpt_paper 3600 .05,.1,.15,.2,.3,.4 .3,.4,.5,.6,.7 .5,.7,.8,.9,1.0 .8,1.0,1.1,1.2,1.4 1.4,1.7,1.9,2.1,2.3,2.5
-  panel paper_66b sharegpt_paper 3600 .05,.08,.1,.15,.2 .1,.15,.2,.25,.3 .2,.25,.3,.4,.5 .3,.4,.45,.5,.6 .7,.9,1.0,1.1,1.3
-  panel paper_175b sharegpt_paper 900 .05,.1,.15,.2,.3 .6,.8,1.0,1.2,1.5 1.0,1.2,1.4,1.6,2.0 1.4,1.6,1.8,2.0,2.3 2.0,2.3,2.6,2.9,3.2
+  panel paper_13b sharegpt_paper 3600 .05,.1,.15,.2,.3,.4 .3,.4,.5,.6,.7,.8 .5,.7,.8,.9,1.0 .8,1.0,1.1,1.2,1.4 1.4,1.7,1.9,2.1,2.3,2.5
+  panel paper_66b sharegpt_paper 3600 .05,.08,.1,.15,.2 .1,.15,.2,.25,.3,.35,.4,.5 .2,.25,.3,.4,.5 .3,.4,.45,.5,.6,.65,.7,.8 \
+    .7,.9,1.0,1.1,1.3,1.4,1.6,1.8
+  panel paper_175b sharegpt_paper 900 .05,.1,.15,.2,.3,.5,.7 .6,.8,1.0,1.2,1.5,2,2.5,3 1.0,1.2,1.4,1.6,2.0,2.5,3,3.5,4 \
+    1.4,1.6,1.8,2.0,2.3,2.8,3.3,3.8,4.5 2.0,2.3,2.6,2.9,3.2,3.8,4.5,5.2,6
 }
 
 throughput_alpaca() {
-  panel paper_13b alpaca_paper 300 1,2,2.5,3,4 2,3,4,5,6 12,14,16,18,20 18,20,22,24,27 24,28,32,36,40
-  panel paper_66b alpaca_paper 300 .6,1,1.3,1.6,2 .8,1.1,1.4,1.7,2 5,6,7,8,9 8,10,11,12,14 15,18,20,22,25
-  panel paper_175b alpaca_paper 300 .4,.8,1.2,1.6,2.5 4,5,6,7,8 14,17,20,23,26 17,20,23,26,30 18,21,24,27,30
+  panel paper_13b alpaca_paper 300 1,2,2.5,3,4 2,3,4,5,6 12,14,16,18,20,23,26,30 18,20,22,24,27,30,33,37,42 24,28,32,36,40,46,52,60
+  panel paper_66b alpaca_paper 300 .6,1,1.3,1.6,2 .8,1.1,1.4,1.7,2 5,6,7,8,9,10,11,13 8,10,11,12,14,16,18,20 15,18,20,22,25,28,32,36
+  panel paper_175b alpaca_paper 300 .4,.8,1.2,1.6,2.5,3.5 4,5,6,7,8,10,12,15,18 14,17,20,23,26,32,40,50 17,20,23,26,30,36,44,55 \
+    18,21,24,27,30,36,44,55
 }
 
 throughput() { collect paper_throughput paper_throughput paper_static_batching; }
@@ -60,12 +63,12 @@ beam_search() {
 }
 
 block_size() {
-  run +experiment=paper_block_size workload=sharegpt_paper workload.arrival.rate=1.9
+  run +experiment=paper_block_size workload=sharegpt_paper workload.arrival.rate=2.1 workload.duration_s=1800
   run +experiment=paper_block_size workload=alpaca_paper workload.arrival.rate=26 workload.duration_s=300
   collect paper_block_size paper_block_size
 }
 
-swap_vs_recompute() { run +experiment=paper_swap_vs_recompute workload.arrival.rate=2.1; collect paper_swap_vs_recompute paper_swap_vs_recompute; }
+swap_vs_recompute() { run +experiment=paper_swap_vs_recompute workload.arrival.rate=2.1 workload.duration_s=1800; collect paper_swap_vs_recompute paper_swap_vs_recompute; }
 
 swap_microbenchmark() { run +experiment=paper_swap_microbenchmark; collect paper_swap_microbenchmark paper_swap_microbenchmark; }
 
