@@ -63,12 +63,12 @@ beam_search() {
 }
 
 block_size() {
-  run +experiment=paper_block_size workload=sharegpt_paper workload.arrival.rate=2.1 workload.duration_s=1800
+  run +experiment=paper_block_size workload=sharegpt_paper workload.arrival.rate=2.1 workload.duration_s=900
   run +experiment=paper_block_size workload=alpaca_paper workload.arrival.rate=26 workload.duration_s=300
   collect paper_block_size paper_block_size
 }
 
-swap_vs_recompute() { run +experiment=paper_swap_vs_recompute workload.arrival.rate=2.1 workload.duration_s=1800; collect paper_swap_vs_recompute paper_swap_vs_recompute; }
+swap_vs_recompute() { run +experiment=paper_swap_vs_recompute workload.arrival.rate=2.1 workload.duration_s=900; collect paper_swap_vs_recompute paper_swap_vs_recompute; }
 
 swap_microbenchmark() { run +experiment=paper_swap_microbenchmark; collect paper_swap_microbenchmark paper_swap_microbenchmark; }
 
