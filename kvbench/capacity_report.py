@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kvbench import capacity_plot, report
+from kvbench.console import console
 from kvbench.results import Run
 
 HOURS_PER_MONTH = 365 * 24 / 12
@@ -30,15 +30,13 @@ def write(runs: list[Run], directory: Path) -> None:
     rows = [_row(name, seeds) for name, seeds in systems.items()]
     frame = pd.DataFrame(rows)
     frame.to_csv(directory / "capacity.csv", index=False)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    console.print(_table(frame))
+    output = console(160)
+    output.print(_table(frame))
     for row in frame.reindex(columns=["run", "unreachable"]).dropna().itertuples():
-        console.print(f"{row.run}: unreachable: {row.unreachable}", soft_wrap=True, highlight=False)
+        output.print(f"{row.run}: unreachable: {row.unreachable}", soft_wrap=True, highlight=False)
     goal = runs[0].config()["capacity"]["attainment"]
     picture = capacity_plot.draw(frame, _tried(runs, names), goal, directory / "capacity")
-    console.print(f"picture: {picture}", soft_wrap=True)
+    output.print(f"picture: {picture}", soft_wrap=True)
 
 
 def interval(values: list[float]) -> float:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pandas as pd
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from yaml import YAMLError
 
 from kvbench import plots, results
+from kvbench.console import console
 from kvbench.results import Run
 
 MIB = 2**20
@@ -44,19 +44,17 @@ def compare(runs: list[Run], directory: Path) -> None:
     """Print the comparison of complete ``runs`` and write ``comparison.{csv,png,pdf}`` to ``directory``."""
     if not runs:
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
+    output = console(200)
     names = labels(runs)
-    console.print(_table(runs, names))
+    output.print(_table(runs, names))
     if len(runs) > 1:
-        console.print(_same_tokens(runs))
+        output.print(_same_tokens(runs))
     frame(runs, names).to_csv(directory / "comparison.csv", index=False)
     if len(runs) > _MOST_DRAWN:
-        console.print(f"no picture: {len(runs)} runs are too many for one; all metrics: {directory / 'comparison.csv'}")
+        output.print(f"no picture: {len(runs)} runs are too many for one; all metrics: {directory / 'comparison.csv'}")
         return
     picture = plots.comparison(runs, names, directory / "comparison")
-    console.print(f"picture: {picture}", soft_wrap=True)
+    output.print(f"picture: {picture}", soft_wrap=True)
 
 
 def frame(runs: list[Run], names: list[str]) -> pd.DataFrame:

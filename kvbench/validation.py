@@ -14,11 +14,11 @@ from typing import Any
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kvbench import calibrate, config, device_file, job
 from kvbench.config import Config, DeviceConfig
+from kvbench.console import console
 from kvbench.errors import ConfigError
 from kvbench.recorder import SECONDS
 from kvbench.run import Jobs, Measured, measure, record, recording
@@ -56,11 +56,9 @@ def summarize(jobs: Jobs, directory: Path) -> None:
         return
     frame = pd.DataFrame(found)
     frame.to_csv(directory / "validation.csv", index=False)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=230)
-    console.print(_table(frame))
-    console.print(f"table: {directory / 'validation.csv'}", soft_wrap=True)
+    output = console(230)
+    output.print(_table(frame))
+    output.print(f"table: {directory / 'validation.csv'}", soft_wrap=True)
 
 
 def compare(real: Measured, virtual: Measured) -> dict[str, Any]:

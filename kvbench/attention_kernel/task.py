@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.console import Console
 
 from kvbench import config, results
 from kvbench.attention_kernel import report, settings
 from kvbench.attention_kernel.experiment import Experiment, record
 from kvbench.config import Config
+from kvbench.console import console
 from kvbench.errors import ConfigError
 from kvbench.run import Jobs, complete, is_done, recording
 from kvbench.torch_backend import choose_device, load_kernels
@@ -38,5 +38,4 @@ def run(cfg: DictConfig, path: Path) -> None:
 def summarize(jobs: Jobs, directory: Path) -> None:
     runs = complete(jobs)
     if runs:
-        console = Console()
-        report.compare(runs, directory, console if console.is_terminal else Console(width=200))
+        report.compare(runs, directory, console(200))
