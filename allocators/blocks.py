@@ -100,17 +100,18 @@ class BlockTier:
         self.vacant += count * self.block_size - rows.size
         return slots
 
-    def grow(self, rows: IntArray, num_steps: int) -> tuple[IntArray, IntArray]:
-        """Up to ``num_steps`` decode steps that copy nothing: blocks taken by each, and the rows' capacities."""
+    def grow(self, rows: IntArray, num_steps: int, max_tokens: int) -> tuple[IntArray, IntArray]:
+        """Up to ``num_steps`` decode steps that copy nothing, of rows that stay within ``max_tokens``.
+
+        Blocks taken up to each step, int64 ``[steps]``, and the slots of each row's blocks, ``[steps, n]``.
+        """
         taken = np.empty(num_steps, dtype=np.int64)
         capacities = np.empty((num_steps, rows.size), dtype=np.int64)
-        done = compiled.grow(rows, *self._arrays, self.num_free, self.block_size, taken, capacities)
-        taken, capacities = taken[:done], capacities[:done]
-        count = int(taken.sum())
+        done, count = compiled.grow(rows, *self._arrays, self.num_free, self.block_size, max_tokens, capacities, taken)
         self.num_free -= count
         self.mapped += count
         self.vacant += count * self.block_size - done * rows.size
-        return taken, capacities
+        return taken[:done], capacities[:done]
 
     def share(self, parents: IntArray, children: IntArray) -> None:
         """Children hold their parents' blocks; the parents keep owning their tails."""

@@ -86,26 +86,32 @@ def place(rows, lengths, extents, tables, references, owns_tail, free, num_free,
 
 
 @numba.njit(
-    types.int64(
-        _ROWS, _INT64, _INT64, _TABLES, _INT32, _BOOL, _INT64, types.int64, types.int64, _INT64, types.int64[:, ::1]
+    types.UniTuple(types.int64, 2)(
+        *(_ROWS, _INT64, _INT64, _TABLES, _INT32, _BOOL, _INT64),
+        *(types.int64, types.int64, types.int64, types.int64[:, ::1], types.int64[::1]),
     ),
     cache=True,
 )
-def grow(rows, lengths, extents, tables, references, owns_tail, free, num_free, block_size, taken, capacities):
-    """As many decode steps as fit, at most ``taken.size``, of live and distinct rows: how many.
+def grow(
+    rows, lengths, extents, tables, references, owns_tail, free, num_free, block_size, max_tokens, capacities, taken
+):
+    """As many decode steps as fit, at most ``len(taken)``, of live and distinct rows: how many, and their blocks.
 
-    Stops before a step for which free blocks do not suffice; takes none if a row would write into a shared
-    block. taken: int64 ``[steps]``, receives the blocks each step took; capacities: int64 ``[steps, n]``.
+    Stops before a step for which free blocks do not suffice, or a row of ``max_tokens`` would grow; takes none if
+    a row would write into a shared block. capacities: int64 ``[steps, n]``, receives the slots of each row's
+    blocks after each step; taken: int64 ``[steps]``, the blocks taken up to then.
     """
+    before, num_steps = num_free, taken.size
     for row in rows:
+        num_steps = min(num_steps, max_tokens - lengths[row])
         if lengths[row] < extents[row] and references[tables[row, lengths[row] // block_size]] > 1:
-            return 0
-    for step in range(taken.size):
+            return 0, 0
+    for step in range(num_steps):
         num_new = 0
         for row in rows:
             num_new += lengths[row] == extents[row]
         if num_new > num_free:
-            return step
+            return step, before - num_free
         for i, row in enumerate(rows):
             if lengths[row] == extents[row]:
                 num_free -= 1
@@ -115,8 +121,8 @@ def grow(rows, lengths, extents, tables, references, owns_tail, free, num_free, 
                 owns_tail[row] = True
             lengths[row] += 1
             capacities[step, i] = extents[row]
-        taken[step] = num_new
-    return taken.size
+        taken[step] = before - num_free
+    return num_steps, before - num_free
 
 
 @numba.njit(

@@ -88,17 +88,17 @@ class ContiguousAllocator(Allocator):
         num_steps = min(num_steps, *room.tolist())
         if num_steps < 1 or not rows.size:
             return None
-        usage = self.usage()
+        before = self.usage()
         written = np.arange(1, num_steps + 1) * rows.size
+        same = np.zeros(num_steps, np.int64)
         self._lengths[rows] += num_steps
         self._token_states += num_steps * rows.size
         return Growth(
-            token_states=usage.token_states + written,
-            vacant=usage.vacant - written,
-            free=np.full(num_steps, usage.free),
-            withheld=np.zeros(num_steps, np.int64),
-            mapped=np.full(num_steps, usage.mapped),
-            capacities=np.broadcast_to(self._capacity[rows], (num_steps, rows.size)),
+            np.stack(
+                [before.token_states + written, before.vacant - written, before.free + same, before.mapped + same]
+            ),
+            same,
+            np.broadcast_to(self._capacity[rows], (num_steps, rows.size)),
         )
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:

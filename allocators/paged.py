@@ -93,23 +93,15 @@ class PagedAllocator(Allocator):
         return Grant(copies, device.slots_at(np.repeat(rows, counts), consecutive(lengths, counts)))
 
     def grow(self, rows: IntArray, num_steps: int) -> Growth | None:
-        device = self._device
         before = self.usage()
-        room = self.pool.max_tokens - int(device.lengths[rows].max(initial=0))
-        taken, capacities = device.grow(rows, max(0, min(num_steps, room)))
+        taken, capacities = self._device.grow(rows, num_steps, self.pool.max_tokens)
         if not taken.size:
             return None
-        written = np.arange(1, taken.size + 1) * rows.size
-        taken_slots = taken.cumsum() * self.block_size
-        free = before.free - taken_slots
-        return Growth(
-            token_states=before.token_states + written,
-            vacant=before.vacant + taken_slots - written,
-            free=free,
-            withheld=np.minimum(self._watermark * self.block_size, free),
-            mapped=before.mapped + taken_slots,
-            capacities=capacities,
-        )
+        slots = taken * self.block_size
+        written = np.arange(rows.size, (taken.size + 1) * rows.size, rows.size)
+        free = before.free - slots
+        pool = np.stack([before.token_states + written, before.vacant + slots - written, free, before.mapped + slots])
+        return Growth(pool, np.minimum(self._watermark * self.block_size, free), capacities)
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
         parents, _ = self._live_rows(parents, self._device.lengths)

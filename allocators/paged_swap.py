@@ -1,7 +1,5 @@
 """Paged allocation with a host tier that whole rows can be swapped to and from."""
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -74,7 +72,7 @@ class PagedSwapAllocator(PagedAllocator):
         return super().capacity(rows) + self._host.lengths[rows]
 
     def usage(self) -> Usage:
-        return replace(super().usage(), host_held=self._host.num_held * self.block_size)
+        return super().usage()._replace(host_held=self._host.num_held * self.block_size)
 
     def check_integrity(self) -> None:
         super().check_integrity()

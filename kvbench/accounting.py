@@ -5,9 +5,15 @@ or never will (internal fragmentation) is known exactly once the sequence has en
 or at EOS. So the run notes when each sequence's capacity changed, and the split is made afterwards.
 """
 
+import numba
 import numpy as np
+from numba import types
 
 from kvbench.allocator import IntArray
+
+_READ = types.Array(types.int64, 1, "A", readonly=True)
+_READ_2D = types.Array(types.int64, 2, "A", readonly=True)
+_INT64 = types.int64[::1]
 
 
 class Attribution:
@@ -19,25 +25,19 @@ class Attribution:
     def __init__(self, max_rows: int) -> None:
         self._capacity = np.zeros(max_rows, np.int64)
         self._uid = np.full(max_rows, -1, np.int64)
-        self._events: list[IntArray] = []  # each [n, 3]: step, uid, capacity
+        self._events = np.empty((1024, 3), np.int64)  # step, uid, capacity
+        self._num_events = 0
         self._ends: dict[int, int] = {}
 
-    def observe(self, step: int, rows: IntArray, uids: IntArray, capacity: IntArray) -> None:
-        """The rows on the device during ``step``, and the tokens each has room for; all others hold nothing."""
-        held = self._capacity > 0
-        held[rows] = False
-        reused = rows[(self._uid[rows] != uids) & (self._capacity[rows] > 0)]
-        self._note(step, np.concatenate([np.flatnonzero(held), reused]), 0)
-        changed = self._capacity[rows] != capacity
-        self._uid[rows] = uids
-        self._note(step, rows[changed], capacity[changed])
+    def observe(self, step: int, rows: IntArray, uids: IntArray, capacities: IntArray) -> None:
+        """The rows on the device during ``step`` and those after it, as many as ``capacities`` has.
 
-    def observe_many(self, step: int, rows: IntArray, uids: IntArray, capacities: IntArray) -> None:
-        """The same of consecutive steps from ``step`` on, with the same rows. capacities: ``[steps, rows]``."""
-        self.observe(step, rows, uids, capacities[0])
-        later, which = np.nonzero(capacities[1:] != capacities[:-1])
-        self._note(step + 1 + later, rows[which], capacities[1:][later, which])
-        self._capacity[rows] = capacities[-1]
+        All other rows hold nothing. capacities: int64 ``[steps, rows]``, the tokens that each has room for.
+        """
+        self._reserve(len(self._capacity) + len(rows) + capacities.size)
+        self._num_events = _note_changes(
+            step, rows, uids, capacities, self._capacity, self._uid, self._events, self._num_events
+        )
 
     def end(self, uid: int, num_tokens: int) -> None:
         """Sequence ``uid`` ended having written ``num_tokens`` slots."""
@@ -45,9 +45,9 @@ class Attribution:
 
     def internal_fragmentation(self, num_steps: int) -> IntArray:
         """Slots that their holders never wrote, int64 ``[num_steps]``. All sequences must have ended."""
-        if not self._events:
+        if not self._num_events:
             return np.zeros(num_steps, np.int64)
-        events = np.concatenate(self._events)
+        events = self._events[: self._num_events]
         step, uid, capacity = events[np.argsort(events[:, 1], kind="stable")].T  # by uid, then in time
         ends = np.array([self._ends[int(u)] for u in np.unique(uid)])[np.unique(uid, return_inverse=True)[1]]
         never = np.maximum(capacity - ends, 0)
@@ -58,9 +58,34 @@ class Attribution:
         np.add.at(change, until, -never)
         return np.cumsum(change[:-1])
 
-    def _note(self, step: int | IntArray, rows: IntArray, capacity: IntArray | int) -> None:
-        if len(rows):
-            self._capacity[rows] = capacity
-            event = np.empty((len(rows), 3), np.int64)
-            event[:, 0], event[:, 1], event[:, 2] = step, self._uid[rows], capacity
-            self._events.append(event)
+    def _reserve(self, count: int) -> None:
+        needed = self._num_events + count
+        if needed > len(self._events):
+            self._events = np.resize(self._events, (2 * needed, 3))
+
+
+@numba.njit(
+    types.int64(types.int64, _READ, _READ, _READ_2D, _INT64, _INT64, types.int64[:, ::1], types.int64), cache=True
+)
+def _note_changes(step, rows, uids, capacities, capacity, uid, events, count):
+    """Write an event for each change against ``capacity`` and ``uid`` (by row), which it updates; the events' count.
+
+    Compiled, since every step of a run waits for it.
+    """
+    is_held = np.zeros(capacity.size, types.boolean)
+    for row, own in zip(rows, uids):  # noqa: B905 (numba knows no strict)
+        is_held[row] = uid[row] == own
+    for row in range(capacity.size):
+        if capacity[row] and not is_held[row]:
+            events[count, 0], events[count, 1], events[count, 2] = step, uid[row], 0
+            capacity[row] = 0
+            count += 1
+    for row, own in zip(rows, uids):  # noqa: B905
+        uid[row] = own
+    for later in range(len(capacities)):
+        for i, row in enumerate(rows):
+            if capacities[later, i] != capacity[row]:
+                capacity[row] = capacities[later, i]
+                events[count, 0], events[count, 1], events[count, 2] = step + later, uid[row], capacity[row]
+                count += 1
+    return count

@@ -16,7 +16,7 @@ Two outcomes only:
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -103,8 +103,7 @@ class Grant:
         return sum(int(copies.ranges[:, 2].sum()) for copies in self.copies)
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """The pool at this moment, in slots. ``token_states + vacant + rounding + free == num_slots``.
 
     token_states: slots holding the KV of a live token, shared slots counted once.
@@ -131,24 +130,25 @@ class Usage:
         return self.token_states + self.vacant
 
 
-@dataclass(frozen=True)
-class Growth:
-    """``num_steps`` decode steps taken at once; index ``i`` is the pool after the ``i``-th of them.
+class Growth(NamedTuple):
+    """Decode steps taken at once, and the pool after each of them.
 
-    token_states, vacant, free, withheld, mapped: int64 ``[num_steps]``, as in :class:`Usage`.
+    pool: int64 ``[4, num_steps]``, token_states, vacant, free and mapped as in :class:`Usage`.
+    withheld: int64 ``[num_steps]``, as in :class:`Usage`.
     capacities: int64 ``[num_steps, n]``, of the rows that grew.
     """
 
-    token_states: IntArray
-    vacant: IntArray
-    free: IntArray
+    pool: IntArray
     withheld: IntArray
-    mapped: IntArray
     capacities: IntArray
 
     @property
     def num_steps(self) -> int:
-        return len(self.free)
+        return len(self.withheld)
+
+    @property
+    def free(self) -> IntArray:
+        return self.pool[2]
 
 
 class Allocator(ABC):

@@ -103,27 +103,28 @@ class Engine:
         """Take at once all steps before ``until_s`` that need no decision, with the effect of taking them one
         by one. False, with nothing done, if the very next one needs one.
         """
-        num_steps = self.scheduler.quiet_steps()
+        num_steps, num_tokens = self.scheduler.quiet_steps()
         if not num_steps:
             return False
-        table, rows = self.table, self.scheduler.running_rows
-        seconds = self.executor.foresee(len(rows), int(table.length[rows].sum()), num_steps)
+        rows = self.scheduler.running_rows
+        seconds = self.executor.foresee(len(rows), num_tokens, num_steps)
         assert seconds is not None
-        times = np.cumsum(np.concatenate([[self.executor.now()], seconds]))  # when each step starts, and the end
-        growth = self.allocator.grow(rows, int(np.searchsorted(times[:-1], until_s)))
+        times = np.empty(num_steps + 1)  # when each step starts, and the end
+        times[0], times[1:] = self.executor.now(), seconds
+        times.cumsum(out=times)
+        growth = self.allocator.grow(rows, int(times[:-1].searchsorted(until_s)))
         if growth is None:
             return False
         count = growth.num_steps
-        self.recorder.leap(growth, times[:count], seconds[:count], *self.scheduler.refusals(growth))
-        self.executor.wait_until(times[count])
-        table.computed[rows] += count
-        table.length[rows] += count
-        ends = times[1 : count + 1].tolist()
+        self.recorder.leap(growth, times[:count], seconds[:count], self.scheduler.stranded(growth))
+        self.executor.wait_until(float(times[count]))
+        ends = times[1 : count + 1].copy()  # not a view of what was foreseen beyond
         for group in self.scheduler.running:
-            group.token_times_s.extend(ends)
+            group.round_times_s.append(ends)
+        ended = self.table.advance(rows, count)
         if self._audit:
             self._check()
-        self._end_rows(self.scheduler.running, rows[table.length[rows] == table.limit[rows]])
+        self._end_rows(self.scheduler.running, ended)
         return True
 
     def _check(self) -> None:
@@ -139,24 +140,28 @@ class Engine:
         """The step's plan, and the row that each pick's token will be appended to."""
         table, allocator = self.table, self.allocator
         rows, num_new = np.concatenate(decision.rows), np.concatenate(decision.num_new)
-        order = np.argsort(num_new > 1, kind="stable")  # decode rows first
-        by_token = np.repeat(num_new > 1, num_new)
-        rows, num_new = rows[order], num_new[order]
-        starts = table.computed[rows]
-        has_caught_up = (starts + num_new == table.length[rows]) & (table.length[rows] < table.limit[rows])
-        sample, rows_to_fill = self._sample_spec(decision, rows, has_caught_up)
+        slots = decision.slots
+        is_decode = num_new == 1
+        num_decode = int(np.count_nonzero(is_decode))
+        if 0 < num_decode < len(rows):  # decode rows first
+            order = np.argsort(~is_decode, kind="stable")
+            by_token = np.argsort(np.repeat(~is_decode, num_new), kind="stable")
+            rows, num_new, slots = rows[order], num_new[order], [np.concatenate(slots)[by_token]]
+        lengths = table.computed[rows] + num_new
+        known = table.length[rows]
+        sample, rows_to_fill = self._sample_spec(decision, rows, (lengths == known) & (known < table.limit[rows]))
         plan = StepPlan(
             copies=decision.copies,
             late_copies=decision.late_copies,
             rows=rows,
             num_new=num_new,
-            num_decode=int((num_new == 1).sum()),
-            lengths=starts + num_new,
+            num_decode=num_decode,
+            lengths=lengths,
             sample=sample,
             block_size=allocator.block_size,
         )
         if self.executor.draws_tokens:
-            self._place(plan, np.concatenate(decision.slots)[np.argsort(by_token, kind="stable")])
+            self._place(plan, np.concatenate(slots))
         return plan, rows_to_fill
 
     def _place(self, plan: StepPlan, slots: IntArray) -> None:
@@ -173,8 +178,8 @@ class Engine:
     def _sample_spec(self, decision: Decision, rows: IntArray, ready: IntArray) -> tuple[SampleSpec, IntArray]:
         """Rows that have caught up yield a token each, a fresh prompt one for each of its sequences, a prefix none."""
         table = self.table
-        picks = np.flatnonzero(ready & ~table.is_beam[rows])
-        beams = np.flatnonzero(ready & table.is_beam[rows])
+        is_beam = table.is_beam[rows]
+        picks, beams = (ready & ~is_beam).nonzero()[0], (ready & is_beam).nonzero()[0]
         to_fill = rows[picks]
         if decision.is_prefill:
             siblings = {int(group.rows[0]): group.rows for group in decision.groups}
@@ -211,7 +216,7 @@ class Engine:
                 table.computed[group.rows] += num_new[0]
         else:
             table.computed[plan.rows] = plan.lengths
-        now = self.executor.now()
+        now = np.array([self.executor.now()])
         advanced = np.zeros(self.allocator.pool.max_rows, bool)
         advanced[rows_to_fill] = advanced[plan.rows[plan.sample.beam_rows]] = True
         table.push(rows_to_fill, output.tokens)
@@ -221,7 +226,7 @@ class Engine:
         beams = []
         for group in decision.groups:
             if advanced[group.rows[0]]:
-                group.token_times_s.append(now)
+                group.round_times_s.append(now)
                 if group.beam is not None:
                     beams.append(group)
         self._end_rows(decision.groups, rows_to_fill[ended])
@@ -283,11 +288,11 @@ class Engine:
 
     def _end_rows(self, groups: Iterable[Group], rows: IntArray) -> None:
         """End the sequences on ``rows``, each of one of the ``groups``."""
-        ending = set(rows.tolist())
-        for group in list(groups) if ending else ():
-            which = [row in ending for row in group.rows.tolist()]
-            if any(which):
-                self._end_sequences(group, np.array(which))
+        if len(rows):
+            ending = set(rows.tolist())
+            requests = set(self.table.request_id[rows].tolist())
+            for group in [group for group in groups if group.request.request_id in requests]:
+                self._end_sequences(group, np.array([row in ending for row in group.rows.tolist()]))
 
     def _end_sequences(self, group: Group, which: NDArray[np.bool_]) -> None:
         """End the group's rows where ``which``, and the group with its last row."""

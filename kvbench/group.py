@@ -7,6 +7,7 @@ import numpy as np
 
 from kvbench.allocator import IntArray
 from kvbench.beam import Beams
+from kvbench.plan import Seconds
 from kvbench.request import Request
 
 
@@ -27,7 +28,7 @@ class Group:
     rows: live rows; for beam search ``rows[i]`` holds the beam with the ``i``-th best score.
     outputs: generated token ids of each finished sequence (its index in the request) or of each beam
         hypothesis, best first; scores: of the hypotheses.
-    token_times_s: when each decoding round of the group returned (first one: time to first token).
+    round_times_s: when each decoding round of the group returned, in pieces that groups may share.
     """
 
     request: Request
@@ -38,12 +39,17 @@ class Group:
     outputs: dict[int, IntArray] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     admitted_s: float | None = None
-    token_times_s: list[float] = field(default_factory=list)
+    round_times_s: list[Seconds] = field(default_factory=list)
     finished_s: float | None = None
     error: str | None = None
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_swapped_slots: int = 0
+
+    @property
+    def token_times_s(self) -> Seconds:
+        """When each decoding round returned (the first one: time to first token)."""
+        return np.concatenate([np.empty(0), *self.round_times_s])
 
     @property
     def prompt_length(self) -> int:

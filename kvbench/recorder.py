@@ -22,10 +22,11 @@ _CAUSES = ("cow", "fork", "prompt", "swap_out", "swap_in")
 _QUEUES = ("num_running", "num_sequences", "num_waiting", "num_preempted")
 _COLUMNS = (
     *("start_s", "kind", *_QUEUES, "num_new_tokens", "refused"),
-    *("token_states", "vacant", "rounding", "free", "stranded", "mapped", "host_held"),
+    *("token_states", "vacant", "free", "mapped", "rounding", "host_held", "stranded"),
     *("num_preemptions", "num_recomputed_tokens", *(f"{cause}_slots" for cause in _CAUSES), *SECONDS),
 )
-_LEAP = dict.fromkeys(_COLUMNS, 0) | {"kind": KINDS.index("decode")}
+_START, _STRANDED, _MODEL = (_COLUMNS.index(name) for name in ("start_s", "stranded", "model_s"))
+_POOL = slice(_COLUMNS.index("token_states"), _COLUMNS.index("mapped") + 1)  # the rows of `Growth.pool`
 
 
 class Recorder:
@@ -51,14 +52,14 @@ class Recorder:
     def step(self, decision: Decision, start_s: float, kind: str) -> int:
         """Record the pool as the step's model is about to see it; the record's index, see :meth:`timed`."""
         rows = self._scheduler.held_rows
-        self._attribution.observe(len(self._steps), rows, self._table.uid[rows], self._allocator.capacity(rows))
+        self._attribution.observe(len(self._steps), rows, self._table.uid[rows], self._allocator.capacity(rows)[None])
         usage = self._allocator.usage()
         return self._steps.append(
             (
                 *(start_s, KINDS.index(kind), *self._queues()),
                 *(sum(int(new.sum()) for new in decision.num_new), decision.refused),
-                *(usage.token_states, usage.vacant, usage.rounding, usage.free),
-                *(usage.free if decision.stranded else 0, usage.mapped, usage.host_held),
+                *(usage.token_states, usage.vacant, usage.free, usage.mapped, usage.rounding, usage.host_held),
+                usage.free if decision.stranded else 0,
                 *(decision.num_preemptions, decision.num_recomputed_tokens),
                 *(decision.copied_slots[cause] for cause in _CAUSES),
                 *(0.0 for _ in SECONDS),
@@ -70,28 +71,28 @@ class Recorder:
         for part, value in seconds.items():
             self._steps.set(step, f"{part}_s", value)
 
-    def leap(
-        self, growth: Growth, starts_s: Seconds, model_s: Seconds, refused: bool, stranded: NDArray[np.bool_]
-    ) -> None:
-        """Record decode steps that were taken at once. starts_s, model_s, stranded: ``[growth.num_steps]``."""
+    def leap(self, growth: Growth, starts_s: Seconds, model_s: Seconds, stranded: NDArray[np.bool_] | None) -> None:
+        """Record decode steps that were taken at once. starts_s, model_s, stranded: ``[growth.num_steps]``.
+
+        stranded: of the queue's head, which stood refused; None if nobody did.
+        """
         rows, prefixes = self._scheduler.held_rows, self._scheduler.prefixes.rows
-        same_capacities = np.tile(self._allocator.capacity(prefixes), (growth.num_steps, 1))
-        capacities = np.hstack([growth.capacities, same_capacities])
-        self._attribution.observe_many(len(self._steps), rows, self._table.uid[rows], capacities)
+        capacities = growth.capacities
+        if len(prefixes):
+            capacities = np.hstack([capacities, np.tile(self._allocator.capacity(prefixes), (growth.num_steps, 1))])
+        self._attribution.observe(len(self._steps), rows, self._table.uid[rows], capacities)
         usage = self._allocator.usage()
-        same = _LEAP | {"num_new_tokens": growth.capacities.shape[1], "refused": refused}
-        same |= {"rounding": usage.rounding, "host_held": usage.host_held}
-        same |= zip(_QUEUES, self._queues(), strict=True)
-        varying = {
-            "start_s": starts_s,
-            "token_states": growth.token_states,
-            "vacant": growth.vacant,
-            "free": growth.free,
-            "stranded": np.where(stranded, growth.free, 0),
-            "mapped": growth.mapped,
-            "model_s": model_s,
-        }
-        self._steps.extend(growth.num_steps, tuple(same.values()), varying)
+        steps = self._steps.extend(
+            (
+                *(0.0, KINDS.index("decode"), *self._queues(), growth.capacities.shape[1], stranded is not None),
+                *(0, 0, 0, 0, usage.rounding, usage.host_held),
+                *(0 for _ in _COLUMNS[_STRANDED:]),
+            ),
+            growth.num_steps,
+        )
+        steps[:, _START], steps[:, _MODEL], steps[:, _POOL] = starts_s, model_s, growth.pool.T
+        if stranded is not None:
+            steps[:, _STRANDED] = np.where(stranded, growth.free, 0)
 
     def end_sequence(self, uid: int, num_tokens: int) -> None:
         self._attribution.end(uid, num_tokens)
@@ -125,13 +126,13 @@ def _request_record(group: Group, keep_tokens: bool) -> dict[str, Any]:
     request, done = group.request, group.status is Status.FINISHED
     outputs = [group.outputs[i] for i in sorted(group.outputs)]
     longest = max((len(output) for output in outputs), default=0)
+    times = group.token_times_s
     first, latency, tpot = None, None, None
     if done:
         assert group.finished_s is not None
-        first = group.token_times_s[0] - request.arrival_s
+        first = float(times[0]) - request.arrival_s
         latency = group.finished_s - request.arrival_s
-        rounds = len(group.token_times_s)
-        tpot = (latency - first) / (rounds - 1) if rounds > 1 else None
+        tpot = (latency - first) / (len(times) - 1) if len(times) > 1 else None
     return {
         "request_id": request.request_id,
         "status": group.status.value,
@@ -148,7 +149,7 @@ def _request_record(group: Group, keep_tokens: bool) -> dict[str, Any]:
         "num_preemptions": group.num_preemptions,
         "num_recomputed_tokens": group.num_recomputed_tokens,
         "num_swapped_slots": group.num_swapped_slots,
-        "token_times_s": np.array(group.token_times_s),
+        "token_times_s": times,
         "outputs": [output.tolist() for output in outputs] if keep_tokens else [],
         "scores": group.scores,
     }

@@ -5,6 +5,7 @@ running ones. When the pool is exhausted the latest arrival is preempted, by swa
 and nobody new is admitted while a preempted group waits.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -141,36 +142,39 @@ class Scheduler:
     def running_rows(self) -> IntArray:
         """Rows of all running groups, in arrival order."""
         if self._running_rows is None:
-            self._running_rows = np.concatenate([np.empty(0, np.int64), *(group.rows for group in self.running)])
+            rows = [group.rows for group in self.running]
+            self._running_rows = np.concatenate(rows) if rows else np.empty(0, np.int64)
         return self._running_rows
 
     @property
     def held_rows(self) -> IntArray:
         """Rows on the device: of the running groups, then of the prefixes."""
-        return np.concatenate([self.running_rows, self.prefixes.rows])
+        prefixes = self.prefixes.rows
+        return np.concatenate([self.running_rows, prefixes]) if len(prefixes) else self.running_rows
 
     def rows_changed(self) -> None:
         """The rows of a running group are others, or in another order."""
         self._running_rows = None
 
-    def quiet_steps(self) -> int:
-        """Decode steps ahead that need no decision, as long as the pool holds out and nobody arrives.
+    def quiet_steps(self) -> tuple[int, int]:
+        """Decode steps ahead that need no decision, as long as the pool holds out and nobody arrives, and the
+        tokens of the running rows now.
 
-        They end with the one that ends a sequence. 0: beams, EOS, catching up, an admission that may succeed,
+        They end with the one that ends a sequence. (0, 0): beams, EOS, catching up, an admission that may succeed,
         or a preemption by force could intervene.
         """
-        rows, table = self.running_rows, self.table
-        if not len(rows) or self.config.force_preemption_every or self._granted.copies or self._may_admit():
-            return 0
-        if (table.is_beam[rows] | table.stops_at_eos[rows] | (table.pending(rows) != 1)).any():
-            return 0
-        return int((table.limit[rows] - table.length[rows]).min())
+        if not self.running or self.config.force_preemption_every or self._granted.copies or self._may_admit():
+            return 0, 0
+        return self.table.quiet_steps(self.running_rows)
 
-    def refusals(self, growth: Growth) -> tuple[bool, NDArray[np.bool_]]:
-        """Of steps taken at once: whether the queue's head stood refused, and for each if it was stranded."""
+    def stranded(self, growth: Growth) -> NDArray[np.bool_] | None:
+        """For each of steps taken at once, whether the queue's head, which stood refused, was stranded.
+
+        None: nobody stood refused.
+        """
         if self._refused_slots is None or not self.num_queued or self._batch_is_closed():
-            return False, np.zeros(growth.num_steps, bool)
-        return True, self._refused_slots <= growth.free - growth.withheld
+            return None
+        return self._refused_slots <= growth.free - growth.withheld
 
     def _may_admit(self) -> bool:
         """Whether the next :meth:`schedule` could bring in a group, should nothing be freed before."""
@@ -261,9 +265,8 @@ class Scheduler:
 
     def _run(self, group: Group) -> None:
         group.status = Status.RUNNING
-        self.running.append(group)
+        insort(self.running, group, key=_arrival)
         self.rows_changed()
-        self.running.sort(key=_arrival)
 
     # -- growth and preemption ---------------------------------------------------------------------
 
@@ -313,8 +316,7 @@ class Scheduler:
         decision.num_preemptions += 1
         self.running.remove(group)
         self.rows_changed()
-        self.preempted.append(group)
-        self.preempted.sort(key=_arrival)
+        insort(self.preempted, group, key=_arrival)
 
 
 def _arrival(group: Group) -> tuple[float, int]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 
 class StepTable:
@@ -25,14 +25,13 @@ class StepTable:
         self._count += 1
         return self._count - 1
 
-    def extend(self, count: int, values: Sequence[float], varying: Mapping[str, ArrayLike]) -> None:
-        """Add ``count`` rows that differ in the columns of ``varying``, ``[count]`` each."""
+    def extend(self, values: Sequence[float], count: int) -> NDArray[np.float64]:
+        """Add ``count`` equal rows; they are returned, ``[count, columns]``, to be made different."""
         self._reserve(count)
         rows = self._data[self._count : self._count + count]
         rows[:] = values
-        for name, column in varying.items():
-            rows[:, self._columns[name]] = column
         self._count += count
+        return rows
 
     def set(self, row: int, column: str, value: float) -> None:
         self._data[row, self._columns[column]] = value

@@ -20,7 +20,7 @@ def test_internal_fragmentation_equals_a_simulation(seed: int, num_steps: int) -
     present = np.zeros(NUM_ROWS, bool)
     held: list[list[tuple[int, int]]] = []  # per step, (uid, capacity) of the rows on the device
     next_uid = 0
-    for step in range(num_steps):
+    for _ in range(num_steps):
         for row in range(NUM_ROWS):
             fate = rng.random()
             if uid[row] < 0 or fate < 0.15:  # a new sequence takes the row over
@@ -31,10 +31,12 @@ def test_internal_fragmentation_equals_a_simulation(seed: int, num_steps: int) -
             elif fate < 0.6:
                 capacity[row] = rng.integers(1, 30)
         rows = rng.permutation(np.flatnonzero(present))
-        attribution.observe(step, rows, uid[rows], capacity[rows])
-        held.append([(int(uid[row]), int(capacity[row])) for row in rows])
+        capacities = np.cumsum([capacity[rows], *rng.integers(0, 3, (rng.integers(0, 4), len(rows)))], axis=0)
+        attribution.observe(len(held), rows, uid[rows], capacities)
+        capacity[rows] = capacities[-1]
+        held += [list(zip(uid[rows].tolist(), step_capacities.tolist(), strict=True)) for step_capacities in capacities]
     ends = rng.integers(0, 30, next_uid)
     for sequence, end in enumerate(ends):
         attribution.end(sequence, int(end))
     simulated = [sum(max(0, slots - int(ends[sequence])) for sequence, slots in step) for step in held]
-    assert attribution.internal_fragmentation(num_steps).tolist() == simulated
+    assert attribution.internal_fragmentation(len(held)).tolist() == simulated
