@@ -90,16 +90,13 @@ class ContiguousAllocator(Allocator):
             return None
         before = self.usage()
         written = np.arange(1, num_steps + 1) * rows.size
-        same = np.zeros(num_steps, np.int64)
+        pool = np.empty((4, num_steps), dtype=np.int64)
+        pool[0], pool[1] = before.token_states + written, before.vacant - written
+        pool[2], pool[3] = before.free, before.mapped
         self._lengths[rows] += num_steps
         self._token_states += num_steps * rows.size
-        return Growth(
-            np.stack(
-                [before.token_states + written, before.vacant - written, before.free + same, before.mapped + same]
-            ),
-            same,
-            np.broadcast_to(self._capacity[rows], (num_steps, rows.size)),
-        )
+        capacities = np.broadcast_to(self._capacity[rows], (num_steps, rows.size))
+        return Growth(pool, np.zeros(num_steps, np.int64), capacities)
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
         parents, lengths = self._live_rows(parents, self._lengths)

@@ -100,7 +100,9 @@ class PagedAllocator(Allocator):
         slots = taken * self.block_size
         written = np.arange(rows.size, (taken.size + 1) * rows.size, rows.size)
         free = before.free - slots
-        pool = np.stack([before.token_states + written, before.vacant + slots - written, free, before.mapped + slots])
+        pool = np.empty((4, taken.size), dtype=np.int64)
+        pool[0], pool[1] = before.token_states + written, before.vacant + slots - written
+        pool[2], pool[3] = free, before.mapped + slots
         return Growth(pool, np.minimum(self._watermark * self.block_size, free), capacities)
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:

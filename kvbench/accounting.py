@@ -72,7 +72,7 @@ def _note_changes(step, rows, uids, capacities, capacity, uid, events, count):
 
     Compiled, since every step of a run waits for it.
     """
-    is_held = np.zeros(capacity.size, types.boolean)
+    is_held = np.zeros(capacity.size, np.bool_)
     for row, own in zip(rows, uids):  # noqa: B905 (numba knows no strict)
         is_held[row] = uid[row] == own
     for row in range(capacity.size):

@@ -181,28 +181,21 @@ class Engine:
         is_beam = table.is_beam[rows]
         picks, beams = (ready & ~is_beam).nonzero()[0], (ready & is_beam).nonzero()[0]
         to_fill = rows[picks]
-        if decision.is_prefill:
+        if decision.is_prefill and any(len(group.rows) > 1 for group in decision.groups):
             siblings = {int(group.rows[0]): group.rows for group in decision.groups}
             families = [siblings[int(row)] for row in to_fill]
             picks = np.repeat(picks, [len(family) for family in families])
             to_fill = np.concatenate([to_fill[:0], *families])
-        spec = SampleSpec(
-            rows=picks,
-            temperature=table.temperature[to_fill],
-            top_p=table.top_p[to_fill],
-            uniforms=self._uniforms(to_fill),
-            beam_rows=beams,
-            num_candidates=max(
-                (group.beam.num_candidates for group in decision.groups if group.beam is not None), default=0
-            ),
-        )
+        temperature = table.temperature[to_fill]
+        spec = SampleSpec(picks, temperature, table.top_p[to_fill], self._uniforms(to_fill, temperature > 0), beams)
+        if len(beams):
+            spec.num_candidates = max(group.beam.num_candidates for group in decision.groups if group.beam is not None)
         return spec, to_fill
 
-    def _uniforms(self, rows: IntArray) -> NDArray[np.float64]:
-        """What decides the next token of each row; 0 where it is greedy."""
+    def _uniforms(self, rows: IntArray, sampled: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """What decides the next token of each row; 0 unless it is ``sampled``."""
         table, drawn = self.table, np.zeros(len(rows))
-        sampled = table.temperature[rows] > 0
-        if sampled.any():
+        if np.count_nonzero(sampled):
             rows = rows[sampled]
             drawn[sampled] = uniform(table.seed[rows], table.request_id[rows], table.member[rows], table.length[rows])
         return drawn
@@ -217,15 +210,15 @@ class Engine:
         else:
             table.computed[plan.rows] = plan.lengths
         now = np.array([self.executor.now()])
-        advanced = np.zeros(self.allocator.pool.max_rows, bool)
-        advanced[rows_to_fill] = advanced[plan.rows[plan.sample.beam_rows]] = True
+        beam_rows = plan.rows[plan.sample.beam_rows] if len(plan.sample.beam_rows) else rows_to_fill[:0]
+        advanced = {*rows_to_fill.tolist(), *beam_rows.tolist()}
         table.push(rows_to_fill, output.tokens)
         ended = table.length[rows_to_fill] == table.limit[rows_to_fill]
         if self.eos:
             ended |= table.stops_at_eos[rows_to_fill] & np.isin(output.tokens, self.eos)
         beams = []
         for group in decision.groups:
-            if advanced[group.rows[0]]:
+            if group.rows.item(0) in advanced:
                 group.round_times_s.append(now)
                 if group.beam is not None:
                     beams.append(group)
