@@ -19,7 +19,7 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/ready
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" --hypothesis-profile=thorough
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -5,21 +5,19 @@ import re
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbench.errors import ConfigError
-from kvbench.models import ModelConfig, load
 from kvbench.prompts import SHIPPED, read_prompts
 from kvbench.workload import WorkloadConfig, build
-from tests.smollm2 import needs_smollm2
+from tests.smollm2 import needs_smollm2, smollm2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(str.strip)
 ONE_LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"), min_size=1).filter(
     str.strip
 )
-file_per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+file_per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write(tmp_path, name, text):
@@ -105,7 +103,7 @@ def test_shipped_prompts_are_96_distinct_texts_of_eight_categories():
 
 @needs_smollm2
 def test_shipped_prompts_have_5_to_400_tokens():
-    tokenizer = load(ModelConfig(), torch.float32).tokenizer
+    tokenizer = smollm2().tokenizer
     lengths = [len(tokenizer.encode(prompt)) for prompt in read_prompts(None)]
     assert 5 <= min(lengths) < 10
     assert 300 < max(lengths) <= 400
@@ -114,7 +112,7 @@ def test_shipped_prompts_have_5_to_400_tokens():
 
 @needs_smollm2
 def test_lengths_are_exact_in_smollm2_tokens(tmp_path):
-    loaded = load(ModelConfig(), torch.float32)
+    loaded = smollm2()
     file = write(tmp_path, "l.csv", "input_tokens,output_tokens\n160,106\n490,1\n1,576\n")
     cfg = WorkloadConfig(lengths=file, chat_template=False, output_tokens=None)
     vocab_size = loaded.model.config.vocab_size

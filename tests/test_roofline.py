@@ -8,9 +8,9 @@ from kvbench.device_profile import DeviceProfile
 from kvbench.errors import ConfigError
 from kvbench.executors.cost_model import CostModel
 from kvbench.geometry import ModelShape, read_config, shape_of
-from tests.test_cli import Cli, run  # noqa: F401
+from tests.cli import Cli, refusal
 
-PAPER = ("+setup=paper_13b", "workload=alpaca_paper", "workload.duration_s=5", "measure.progress=false")
+PAPER = ("+setup=paper_13b", "workload=alpaca_paper", "workload.duration_s=2", "measure.progress=false")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_step_takes_at_least_what_each_ceiling_asks() -> None:
     assert half.step_s(8, 8, 800.0, 800.0) == pytest.approx(times[1] / 2)
 
 
-def test_equal_seeds_give_equal_records(run: Cli) -> None:  # noqa: F811
+def test_equal_seeds_give_equal_records(run: Cli) -> None:
     for _ in range(2):
         code, _, err = run(*PAPER, "allocator=paged")
         assert code == 0, err
@@ -71,11 +71,8 @@ def test_equal_seeds_give_equal_records(run: Cli) -> None:  # noqa: F811
         (("executor.name=magic",), "executor.name: 'magic' is not one of torch, roofline"),
     ],
 )
-def test_bad_combinations_name_the_setting(run: Cli, arguments: tuple[str, ...], message: str) -> None:  # noqa: F811
-    code, _, err = run(*PAPER, *arguments)
-    assert code == 2
-    assert message in err
-    assert not run.runs()
+def test_bad_combinations_name_the_setting(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refusal(*PAPER, *arguments)
 
 
 def test_a_configuration_that_transformers_does_not_know_is_named(tmp_path) -> None:

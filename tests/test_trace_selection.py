@@ -14,7 +14,7 @@ from kvbench.traces import Trace, TraceConfig
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 NO_FILTER = FilterConfig()
-in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def steady(n: int) -> Trace:
@@ -30,7 +30,6 @@ def test_a_window_is_half_open_and_starts_at_zero():
     assert later.arrival_s.tolist() == [0.5]
 
 
-@settings(deadline=None)
 @given(
     scale=st.floats(1e-3, 1e3),
     arrivals=hnp.arrays(np.float64, 9, elements=st.integers(0, 10**12).map(lambda us: us / 1e6)).map(np.sort),
@@ -52,7 +51,6 @@ def test_selection_goes_window_filter_number_rate():
     assert counts == {"rows_filtered": 2}
 
 
-@settings(deadline=None)
 @given(
     keep=st.builds(FilterConfig, *[st.none() | st.integers(1, 12)] * 4),
     lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=9),

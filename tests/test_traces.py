@@ -20,7 +20,7 @@ from kvbench.traces import Trace, TraceConfig
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 NO_FILTER = FilterConfig()
-in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def save(tmp_path: Path, text: str | bytes, name: str = "trace") -> str:

@@ -12,8 +12,8 @@ from kvbench.config import DeviceConfig, Dtype
 from kvbench.device_profile import DeviceProfile
 from kvbench.errors import ConfigError
 from kvbench.validation import first_difference
+from tests.cli import Cli, refusal
 from tests.composed import composed
-from tests.test_cli import Cli, run  # noqa: F401
 
 PROFILE = DeviceProfile(2**34, 8e9, 1e11, 3e9, host_memory_bytes=2**34, product_s=[[1.0, 1e-9], [8.0, 2.5e-9]])
 TINY = ("model=tiny", "device=cpu", "executor.kernels=reference", "device.num_threads=1", "measure.progress=false")
@@ -57,7 +57,7 @@ def test_literals_are_read_back_by_hydra(value: object) -> None:
     assert read == (value.value if isinstance(value, Dtype) else value)
 
 
-def test_every_step_of_a_virtual_run_is_that_of_the_real_one(run: Cli, profile: Path) -> None:  # noqa: F811
+def test_every_step_of_a_virtual_run_is_that_of_the_real_one(run: Cli, profile: Path) -> None:
     """Scarce pools, forced and unforced preemption, by swap and by recomputation; contiguous and paged."""
     scarce = ("pool.size=128KiB", "pool.host_size=128KiB", "max_model_len=192", "workload.num_requests=8")
     sweep = (
@@ -87,7 +87,7 @@ def test_the_first_difference_is_found() -> None:
     assert first_difference(a, a.iloc[:2]) == 2
 
 
-def test_a_machine_is_calibrated_and_the_profile_runs(run: Cli, tmp_path: Path) -> None:  # noqa: F811
+def test_a_machine_is_calibrated_and_the_profile_runs(run: Cli, tmp_path: Path) -> None:
     """No time is asserted: only that all of it is there, legal, traceable and usable."""
     small = ("pool={size: 2MiB, host_size: 2MiB}", "max_model_len=128", "workload.num_requests=6")
     code, _, err = run("+experiment=calibrate", *TINY, *small, "calibration.budget_s=0.1")
@@ -121,21 +121,24 @@ BAD = {
     "virtual": (["executor=roofline", "device=a100_40gb"], "executor"),
     "resumed": (["resume=true"], "resume"),
     "nowhere": (["device=nowhere/mine.yaml"], "nowhere/mine.yaml"),
-    "two tasks": (["task=run,validate"], "task"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_settings_of_a_validation_are_refused_by_name(run: Cli, case: str) -> None:  # noqa: F811
+def test_bad_settings_of_a_validation_are_refused_by_name(case: str) -> None:
     arguments, named = BAD[case]
     tiny = [setting for setting in TINY if setting != "device=cpu" or not any("device" in a for a in arguments)]
-    code, _, err = run("+experiment=validate_roofline", *tiny, "allocator=paged", *arguments)
+    assert named in refusal("+experiment=validate_roofline", *tiny, "allocator=paged", *arguments)
+
+
+def test_a_sweep_has_one_task(run: Cli) -> None:
+    code, _, err = run("+experiment=validate_roofline", *TINY, "allocator=paged", "task=run,validate")
     assert code == 2, err
-    assert named in err
+    assert "task" in err
     assert run.runs() == []
 
 
-def test_each_jobs_finding_stands_beside_its_records(run: Cli, profile: Path) -> None:  # noqa: F811
+def test_each_jobs_finding_stands_beside_its_records(run: Cli, profile: Path) -> None:
     small = ("workload.num_requests=2", "workload.output_tokens=3", "allocator=paged")
     assert run("+experiment=validate_roofline", *TINY, *small, f"calibration.file={profile}")[0] == 0
     finding = json.loads(next(run.results_dir.rglob("validation.json")).read_text())

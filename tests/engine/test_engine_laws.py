@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.allocator import Capability, Pool
@@ -72,7 +72,6 @@ def outputs(run: Run) -> list[list[list[int]]]:
     return [[group.outputs[i].tolist() for i in sorted(group.outputs)] for group in run.groups]
 
 
-@settings(max_examples=40, deadline=None)
 @given(drawn=requests_strategy, config=configs, spare=st.integers(0, 60), block_size=st.sampled_from([1, 4, 16]))
 def test_every_allocator_serves_the_same_tokens_and_leaves_the_pool_empty(
     drawn: list[tuple[int, int, int, Sampling]], config: SchedulerConfig, spare: int, block_size: int

@@ -95,7 +95,7 @@ def requests_from(drawn: list[tuple[int, int, int, Sampling, int | None]]) -> li
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 3)  # of each of six allocators
 @given(
     drawn=drawn_requests,
     config=configs,

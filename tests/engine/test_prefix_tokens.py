@@ -5,17 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from transformers import PreTrainedModel
 
-from kvbench import models
 from kvbench.config import Preemption
 from kvbench.request import Request
 from kvbench.workload import build
 from kvbench.workload_config import PrefixConfig, WorkloadConfig
 from tests.engine.harness import Served, Setting, generate, serve
 from tests.engine.test_same_tokens import SETTINGS, check, check_conservation, family, name_of
-from tests.smollm2 import needs_smollm2
+from tests.smollm2 import needs_smollm2, smollm2
 
 PREFIX_LENGTHS = (21, 16)
 FORCED = {"force_preemption_every": 2}
@@ -81,9 +79,9 @@ def test_a_scarce_pool() -> None:
 
 
 @functools.cache
-def smollm2() -> tuple[PreTrainedModel, list[Request], list]:
+def on_smollm2() -> tuple[PreTrainedModel, list[Request], list]:
     """The shipped prompts behind two texts, as the workload makes them."""
-    loaded = models.load(models.ModelConfig(), torch.float32)
+    loaded = smollm2()
     assert loaded.tokenizer is not None
     cfg = WorkloadConfig(
         num_requests=3, output_tokens=4, chat_template=False, ignore_eos=True, prefix=PrefixConfig(37, num_prefixes=2)
@@ -98,7 +96,7 @@ def smollm2() -> tuple[PreTrainedModel, list[Request], list]:
     "setting", [FEW[4], *(pytest.param(setting, marks=pytest.mark.slow) for setting in (FEW[2], FEW[6]))], ids=name_of
 )
 def test_smollm2(setting: Setting) -> None:
-    model, requests, expected = smollm2()
+    model, requests, expected = on_smollm2()
     served = serve(model, requests, replace(setting, max_tokens=512), ())
     check(model, served, expected, None)
     check_conservation(served)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from allocators.paged import PagedAllocator
@@ -45,7 +45,6 @@ drawn_requests = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(drawn=drawn_requests, config=configs, spare=st.integers(0, 60), block_size=st.sampled_from([1, 4, 16]))
 def test_every_allocator_serves_the_tokens_of_prompts_that_share_nothing(
     drawn: list[tuple], config: SchedulerConfig, spare: int, block_size: int

@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import models
 from kvbench.config import Preemption
 from kvbench.request import Request, Sampling
 from tests import tiny_models
 from tests.engine.harness import Served, Setting, generate, serve
-from tests.smollm2 import needs_smollm2
+from tests.smollm2 import needs_smollm2, smollm2
 
 SCORE_TOLERANCE = 1e-4
 TIE = 1e-5
@@ -192,8 +191,8 @@ def test_samples_do_not_depend_on_the_batch() -> None:
 
 
 @functools.cache
-def smollm2() -> tuple[PreTrainedModel, list[Request], list]:
-    loaded = models.load(models.ModelConfig(), torch.float32)
+def on_smollm2() -> tuple[PreTrainedModel, list[Request], list]:
+    loaded = smollm2()
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
     texts = (
@@ -216,7 +215,7 @@ def smollm2() -> tuple[PreTrainedModel, list[Request], list]:
 @needs_smollm2
 @pytest.mark.parametrize("setting", FEW, ids=name_of)
 def test_smollm2(setting: Setting) -> None:
-    model, requests, expected = smollm2()
+    model, requests, expected = on_smollm2()
     setting = Setting(**{**vars(setting), "num_slots": 2048, "num_host_slots": 2048})
     served = serve(model, requests, setting)
     check(model, served, expected, None)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import BaseSlots, BlockTables, cpu, openmp
@@ -36,11 +36,7 @@ def cases(draw, most_new_tokens: int):
     return make(shape, seed=draw(st.integers(0, 99))), options
 
 
-many = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-@many
 @given(case=cases(most_new_tokens=1))
 def test_decode_agrees_with_the_reference(layout, case):
     problem, options = case
@@ -49,7 +45,6 @@ def test_decode_agrees_with_the_reference(layout, case):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@many
 @given(case=cases(most_new_tokens=70))
 def test_prefill_agrees_with_the_reference(layout, case):
     problem, options = case
@@ -57,7 +52,6 @@ def test_prefill_agrees_with_the_reference(layout, case):
     assert relative_error(prefill("cpu", problem, layout, **options), expected) < BOUND[problem.shape.dtype]
 
 
-@many
 @given(case=cases(most_new_tokens=70))
 def test_paged_and_contiguous_agree_to_the_bit(case):
     problem, options = case

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,7 +30,6 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     num_rows=st.integers(1, 40) | st.sampled_from([64, 100]),
     in_features=st.integers(1, 40) | st.sampled_from([576, 577, 578, 579]),
