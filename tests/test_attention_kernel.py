@@ -24,6 +24,7 @@ from kvbench.attention_kernel.candidates import Candidate
 from kvbench.attention_kernel.experiment import Experiment
 from kvbench.attention_kernel.problem import ColdKV, Problem
 from kvbench.attention_kernel.settings import AttentionConfig, GridConfig, Setting
+from tests.cli import Cli
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,37 +44,32 @@ def _experiment(grid: GridConfig, operations: Any, rounds: int = 3) -> Experimen
     return Experiment(AttentionConfig(rounds, "1MiB", cpu=grid), operations, CPU, seed=0)
 
 
-def _cli(folder: Path, *arguments: str, **environment: str) -> results.Run:
-    command = [sys.executable, "-m", "kvbench", "+experiment=attention_kernel", f"results_dir={folder}", *arguments]
-    done = subprocess.run(
-        [*command, "measure.progress=false", "attention.rounds=2", "attention.cold_size=1MiB"],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = results.find(folder)
-    return run
+SMALL = ("measure.progress=false", "attention.rounds=2", "attention.cold_size=1MiB")
 
 
-def test_the_command_keeps_every_sample_and_sums_them_up(tmp_path: Path) -> None:
+def _attention(run: Cli, *arguments: str) -> results.Run:
+    code, out, err = run("+experiment=attention_kernel", *SMALL, *arguments)
+    assert code == 0, out + err
+    (record,) = run.runs()
+    return record
+
+
+def test_the_command_keeps_every_sample_and_sums_them_up(run: Cli) -> None:
     sizes = ("attention.cpu.contexts=[9,64]", "attention.cpu.batches=[2]", "attention.cpu.block_sizes=[4,16]")
-    run = _cli(tmp_path, *sizes)
-    assert run.status == "complete"
-    samples = run.table("samples")
+    record = _attention(run, *sizes)
+    assert record.status == "complete"
+    samples = record.table("samples")
     candidates = {"contiguous": 1, "paged": 2, "sdpa": 1, "stream": 1}
     settings = 2 * 2 * 2  # dtypes, threads, contexts
     assert samples["candidate"].value_counts().to_dict() == {
         name: count * settings * 2 for name, count in candidates.items()
     }
-    table = pd.read_parquet(run.path.parent / "attention_kernel.parquet")
+    table = pd.read_parquet(record.path.parent / "attention_kernel.parquet")
     assert set(COLUMNS) <= set(table)
     assert len(table) == 2 * settings
     assert table[COLUMNS].notna().all().all()
-    assert table["config_hash"].eq(run.config_hash).all()
-    assert {"attention_kernel.png", "attention_kernel.pdf"} <= {path.name for path in run.path.parent.iterdir()}
+    assert table["config_hash"].eq(record.config_hash).all()
+    assert {"attention_kernel.png", "attention_kernel.pdf"} <= {path.name for path in record.path.parent.iterdir()}
 
 
 def test_each_candidate_has_a_turn_in_every_round_in_changing_order() -> None:
@@ -227,16 +223,27 @@ def test_flashinfer_is_planned_with_our_tables(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_triton_kernels_run_in_the_interpreter(tmp_path: Path) -> None:
+    """In a process of its own: Triton decides at import whether it interprets."""
     sizes = ("attention.cpu.contexts=[40]", "attention.cpu.batches=[2]", "attention.cpu.block_sizes=[16]")
-    run = _cli(tmp_path, "executor.kernels=triton", "attention.cpu.dtypes=[float32]", *sizes, TRITON_INTERPRET="1")
-    assert run.record["kernels"] == "triton"
+    settings = ("executor.kernels=triton", "attention.cpu.dtypes=[float32]", f"results_dir={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench", "+experiment=attention_kernel", *SMALL, *sizes, *settings],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = results.find(tmp_path)
+    assert record.record["kernels"] == "triton"
 
 
 @pytest.mark.gpu
-def test_the_command_on_a_gpu(tmp_path: Path) -> None:
+def test_the_command_on_a_gpu(run: Cli) -> None:
     sizes = ("attention.cuda.contexts=[300]", "attention.cuda.batches=[4]", "attention.cuda.block_sizes=[16,128]")
-    run = _cli(tmp_path, "device=cuda", *sizes)
-    table = summary.summarize(run)
+    record = _attention(run, "device=cuda", *sizes)
+    table = summary.summarize(record)
     assert len(table) == 4
     assert table[COLUMNS].notna().all().all()
-    assert json.dumps(run.record["absent_peers"])
+    assert json.dumps(record.record["absent_peers"])

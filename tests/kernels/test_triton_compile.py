@@ -1,5 +1,6 @@
 """Triton kernels cross-compiled for GPUs that need not be there, and held to a budget of resources."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from tests.kernels.cubin import Cubin, compile_cubin, compile_gcn
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set: nothing is compiled")
 
 ARCHITECTURES = pytest.mark.parametrize("capability", [80, 90, 100], ids="sm_{}".format)
-# sm_100 compiles like sm_90 but for prefill's tensor cores; the slow suite compiles everything for it.
+# sm_100 compiles like sm_90 but for prefill's tensor cores: one shape each, the others in the slow suite.
 MOST_ARCHITECTURES = pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
 half, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -74,6 +75,7 @@ def _attention(shape: Shape, num_tokens: int = 2) -> Attention:
     return Attention(query, cache, cache, where, lengths, torch.empty_like(query), 0.1, window, softcap)
 
 
+@functools.cache
 def _decode(shape: Shape, capability: int) -> Cubin:
     return compile_cubin(_attention(shape).decode_launches()[0], capability)
 
@@ -83,14 +85,22 @@ def _prefill(shape: Shape, capability: int, num_tokens: int) -> Cubin:
     return compile_cubin(_attention(shape, num_tokens).prefill_launch(starts), capability)
 
 
+def _everywhere(cases: list[tuple]) -> list:
+    """Cases and architectures; sm_100 in the quick suite for the first case only."""
+    return [
+        pytest.param(*case, sm, marks=pytest.mark.slow if sm == 100 and i else (), id=f"sm_{sm}-{case}")
+        for i, case in enumerate(cases)
+        for sm in (80, 90, 100)
+    ]
+
+
 def _assert_decode_budget(cubin: Cubin) -> None:
     assert cubin.num_spills == 0
     assert cubin.registers <= REGISTER_BUDGET
     assert cubin.shared_bytes <= SHARED_BYTES_BUDGET
 
 
-@ARCHITECTURES
-@pytest.mark.parametrize("shape", HALF_DECODE, ids=str)
+@pytest.mark.parametrize(("shape", "capability"), _everywhere([(shape,) for shape in HALF_DECODE]))
 def test_half_decode_reads_16_bytes_at_a_time_into_tensor_cores(shape: Shape, capability: int) -> None:
     cubin = _decode(shape, capability)
     _assert_decode_budget(cubin)
@@ -118,8 +128,7 @@ def test_decode_fits_its_budget(shape: Shape, capability: int) -> None:
     _assert_decode_budget(_decode(shape, capability))
 
 
-@ARCHITECTURES
-@pytest.mark.parametrize(("shape", "num_tokens"), PREFILL, ids=str)
+@pytest.mark.parametrize(("shape", "num_tokens", "capability"), _everywhere(PREFILL))
 def test_prefill_uses_tensor_cores_without_spills(shape: Shape, num_tokens: int, capability: int) -> None:
     cubin = _prefill(shape, capability, num_tokens)
     assert cubin.num_spills == 0
