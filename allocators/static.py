@@ -18,8 +18,8 @@ class StaticAllocator(ContiguousAllocator):
         self._num_regions = pool.num_slots // pool.max_tokens
         if self._num_regions == 0:
             raise AllocatorConfigError(
-                f"pool.size holds {pool.num_slots} slots, less than one static region of max_tokens="
-                f"{pool.max_tokens}: raise pool.size or lower max_tokens to at most {pool.num_slots}"
+                f"pool.size holds {pool.num_slots} slots, less than one static region of max_model_len="
+                f"{pool.max_tokens}: raise pool.size or lower max_model_len to at most {pool.num_slots}"
             )
         # A stack: region 0 is taken first.
         self._free = [region * pool.max_tokens for region in reversed(range(self._num_regions))]

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from yaml import YAMLError
 
-from kvbench import plots, results
+from kvbench import metrics, plots, results
 from kvbench.console import console
 from kvbench.results import Run
 
@@ -92,9 +92,21 @@ def _same_tokens(runs: list[Run]) -> str:
     digests = {run.record["tokens_sha256"] for run in runs}
     if digests == {None}:
         return "tokens: none, time is virtual"
+    missed = _served_by_some(runs) if len(digests) > 1 and all(run.has_samples for run in runs) else []
+    note = ""
+    if missed:
+        tables = [run.requests() for run in runs]
+        digests = {metrics.tokens_digest(table[~table["request_id"].isin(missed)]) for table in tables}
+        note = f"; requests that not all served: {', '.join(map(str, missed))}"
     if len(digests) == 1:
-        return f"tokens: identical in all {len(runs)} runs (sha256 {digests.pop()[:12]})"
-    return f"tokens: {len(digests)} different outputs among {len(runs)} runs"
+        return f"tokens: identical in all {len(runs)} runs (sha256 {digests.pop()[:12]}){note}"
+    return f"tokens: {len(digests)} different outputs among {len(runs)} runs{note}"
+
+
+def _served_by_some(runs: list[Run]) -> list[int]:
+    """Requests that some of the runs served and others rejected."""
+    served = [set(table.loc[table["status"] == "finished", "request_id"]) for table in (run.requests() for run in runs)]
+    return sorted(set.union(*served) - set.intersection(*served))
 
 
 def main() -> None:

@@ -60,6 +60,7 @@ BAD_INPUT = {
     "unknown choice": (["scheduler.preemption=maybe"], "auto, swap, recompute"),
     "unknown kernels": (["executor.kernels=cuda"], "executor.kernels"),
     "tiny pool": (["pool.size=1KiB"], "pool.size"),
+    "no static region": (["allocator=static", "pool.size=24KiB"], "lower max_model_len to at most 48"),
     "pool holds no token": (["pool.size=100"], "pool.size"),
     "senseless pool": (["pool.size=lots"], "pool.size"),
     "long prompt": (["max_model_len=16"], "max_model_len"),
@@ -208,6 +209,21 @@ def test_a_run_that_rejects_every_request_is_a_complete_record_without_latencies
     assert record.metric("free_fraction") == 1
     assert record.metric("normalized_latency_s") is None
     assert list(record.requests()["status"]) == ["rejected"] * 4
+
+
+def test_requests_that_only_some_runs_serve_are_named_and_left_out_of_the_comparison(run: Cli, tmp_path: Path) -> None:
+    """Of 48 slots buddy can give 32 in one piece: too few for the second request, which paged serves."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a" * 20 + "\n" + "b" * 40 + "\n" + "c" * 10)
+    scarce = (f"workload.prompts={prompts}", "workload.num_requests=3", "workload.ignore_eos=true", "pool.size=24KiB")
+    allocators = ("allocator=buddy_oracle,paged", "max_model_len=64", "scheduler.oversized=reject")
+    code, out, err = run(*(s for s in TINY if not s.startswith(("pool", "workload.num"))), *scarce, *allocators)
+    assert code == 0, err
+    buddy, paged = run.runs()
+    assert list(buddy.requests()["status"]) == ["finished", "rejected", "finished"]
+    assert list(paged.requests()["status"]) == ["finished"] * 3
+    assert "identical in all 2 runs" in out
+    assert "; requests that not all served: 1\n" in out
 
 
 def test_damaged_records_are_left_out(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
