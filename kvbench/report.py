@@ -4,6 +4,7 @@
 """
 
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,20 +93,23 @@ def _same_tokens(runs: list[Run]) -> str:
     digests = {run.record["tokens_sha256"] for run in runs}
     if digests == {None}:
         return "tokens: none, time is virtual"
-    missed = _served_by_some(runs) if len(digests) > 1 and all(run.has_samples for run in runs) else []
     note = ""
-    if missed:
+    if len(digests) > 1 and all(run.has_samples for run in runs):
         tables = [run.requests() for run in runs]
+        missed = _served_by_some(tables)
         digests = {metrics.tokens_digest(table[~table["request_id"].isin(missed)]) for table in tables}
-        note = f"; requests that not all served: {', '.join(map(str, missed))}"
+        if tables[0]["request_id"].isin(missed).all():
+            return f"tokens: not comparable, no request was served in all {len(runs)} runs"
+        if missed:
+            note = f"; {len(missed)} requests not served by all: {textwrap.shorten(' '.join(map(str, missed)), 60)}"
     if len(digests) == 1:
         return f"tokens: identical in all {len(runs)} runs (sha256 {digests.pop()[:12]}){note}"
     return f"tokens: {len(digests)} different outputs among {len(runs)} runs{note}"
 
 
-def _served_by_some(runs: list[Run]) -> list[int]:
+def _served_by_some(tables: list[pd.DataFrame]) -> list[int]:
     """Requests that some of the runs served and others rejected."""
-    served = [set(table.loc[table["status"] == "finished", "request_id"]) for table in (run.requests() for run in runs)]
+    served = [set(table.loc[table["status"] == "finished", "request_id"]) for table in tables]
     return sorted(set.union(*served) - set.intersection(*served))
 
 

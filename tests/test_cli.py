@@ -223,7 +223,7 @@ def test_requests_that_only_some_runs_serve_are_named_and_left_out_of_the_compar
     assert list(buddy.requests()["status"]) == ["finished", "rejected", "finished"]
     assert list(paged.requests()["status"]) == ["finished"] * 3
     assert "identical in all 2 runs" in out
-    assert "; requests that not all served: 1\n" in out
+    assert "; 1 requests not served by all: 1\n" in out
 
 
 def test_damaged_records_are_left_out(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
