@@ -41,13 +41,22 @@ class BlockTier:
         self._arrays = (self.lengths, self.extents, self.tables, self.references, self.owns_tail, self._free)
 
     @property
+    def num_available(self) -> int:
+        """Blocks that can be taken."""
+        return self.num_free
+
+    @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_free
+        return self.num_blocks - self.num_available
 
     @property
     def shares(self) -> bool:
         """Whether any block is held by more than one row."""
         return self.mapped != self.num_held
+
+    def make_room(self, count: int) -> bool:
+        """Bring ``count`` blocks into the free list, if so many are available; otherwise change nothing."""
+        return count <= self.num_free
 
     def take(self, count: int) -> IntArray:
         """Pop free blocks with one reference each. A view: valid until blocks are returned."""
@@ -219,11 +228,11 @@ class BlockTier:
         rows = np.flatnonzero(self.lengths)
         blocks, counts = self.blocks_of(rows)
         holders = np.bincount(blocks, minlength=self.num_blocks)
-        free = np.bincount(self._free[: self.num_free], minlength=self.num_blocks)
+        free = np.bincount(self._unheld(), minlength=self.num_blocks)
         for block in np.flatnonzero((holders != self.references) | (free + (holders > 0) != 1)):
             raise AssertionError(
                 f"block {block}: held by {holders[block]} rows, {self.references[block]} counted, "
-                f"{free[block]} times in the free list"
+                f"{free[block]} times available"
             )
         assert self.mapped == counts.sum(), f"mapped {self.mapped} blocks, recount {counts.sum()}"
         extents = -(-self.lengths // self.block_size) * self.block_size
@@ -231,6 +240,10 @@ class BlockTier:
         used = np.arange(self.tables.shape[1]) < self.extents[:, None] // self.block_size
         assert not self.tables[~used].any(), "a block table goes on beyond its row's tokens"
         self._audit_tails(rows)
+
+    def _unheld(self) -> IntArray:
+        """Blocks that nobody holds."""
+        return self._free[: self.num_free]
 
     def _audit_tails(self, rows: IntArray) -> None:
         owners = rows[self.owns_tail[rows]]

@@ -60,7 +60,9 @@ class ContiguousAllocator(Allocator):
     def _free_regions(self) -> list[tuple[int, int]]:
         """Base slot and size of every free region, and of slots that can never be used."""
 
-    def allocate(self, rows: ArrayLike, num_tokens: int, *, max_tokens: int) -> Grant | None:
+    def allocate(
+        self, rows: ArrayLike, num_tokens: int, *, max_tokens: int, content: IntArray | None = None
+    ) -> Grant | None:
         rows = self._free_rows(rows)
         self._check_prompt(rows, num_tokens, max_tokens)
         capacities = np.full(rows.size, self._reservation(max_tokens), dtype=np.int64)
@@ -90,7 +92,7 @@ class ContiguousAllocator(Allocator):
             return None
         before = self.usage()
         written = np.arange(1, num_steps + 1) * rows.size
-        pool = np.empty((4, num_steps), dtype=np.int64)
+        pool = np.zeros((5, num_steps), dtype=np.int64)
         pool[0], pool[1] = before.token_states + written, before.vacant - written
         pool[2], pool[3] = before.free, before.mapped
         self._lengths[rows] += num_steps

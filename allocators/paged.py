@@ -54,11 +54,13 @@ class PagedAllocator(Allocator):
             )
         self.block_size = block_size
         self._ones = np.ones(pool.max_rows, dtype=np.int64)
-        self._device = BlockTier(pool.num_slots // block_size, block_size, pool.max_rows, pool.max_tokens)
+        self._device = self._tier(pool.num_slots // block_size)
         # Rounded up, but not by the noise of a product that is whole: 0.07 * 100 is 7.000000000000001.
         self._watermark = max(math.ceil(watermark * self._device.num_blocks - 1e-9), int(watermark > 0))
 
-    def allocate(self, rows: ArrayLike, num_tokens: int, *, max_tokens: int) -> Grant | None:
+    def allocate(
+        self, rows: ArrayLike, num_tokens: int, *, max_tokens: int, content: IntArray | None = None
+    ) -> Grant | None:
         rows = self._free_rows(rows)
         self._check_prompt(rows, num_tokens, max_tokens)
         if -(-num_tokens // self.block_size) > self._num_admissible_blocks():
@@ -84,7 +86,7 @@ class PagedAllocator(Allocator):
         num_new = -((device.extents[rows] - lengths - counts) // self.block_size)
         growing = num_new > 0
         copying = device.writers_to_copy(rows) if device.shares else rows[:0]
-        if copying.size + num_new[growing].sum() > device.num_free:
+        if not device.make_room(copying.size + int(num_new[growing].sum())):
             return None
         copies = self._copies(Tier.DEVICE, Tier.DEVICE, *device.copy_tails(copying)) if copying.size else ()
         device.extend(rows[growing], num_new[growing])
@@ -100,9 +102,9 @@ class PagedAllocator(Allocator):
         slots = taken * self.block_size
         written = np.arange(rows.size, (taken.size + 1) * rows.size, rows.size)
         free = before.free - slots
-        pool = np.empty((4, taken.size), dtype=np.int64)
+        pool = np.empty((5, taken.size), dtype=np.int64)
         pool[0], pool[1] = before.token_states + written, before.vacant + slots - written
-        pool[2], pool[3] = free, before.mapped + slots
+        pool[2], pool[3], pool[4] = free, before.mapped + slots, np.minimum(before.cached, free)
         return Growth(pool, np.minimum(self._watermark * self.block_size, free), capacities)
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
@@ -155,8 +157,8 @@ class PagedAllocator(Allocator):
             token_states=held - device.vacant,
             vacant=device.vacant,
             rounding=self.pool.num_slots % self.block_size,
-            free=device.num_free * self.block_size,
-            withheld=min(self._watermark, device.num_free) * self.block_size,
+            free=device.num_available * self.block_size,
+            withheld=min(self._watermark, device.num_available) * self.block_size,
             mapped=device.mapped * self.block_size,
             host_held=0,
         )
@@ -164,10 +166,14 @@ class PagedAllocator(Allocator):
     def check_integrity(self) -> None:
         self._device.audit()
 
+    def _tier(self, num_blocks: int) -> BlockTier:
+        """The device's blocks."""
+        return BlockTier(num_blocks, self.block_size, self.pool.max_rows, self.pool.max_tokens)
+
     def _num_admissible_blocks(self) -> int:
         """Blocks that an admission may take."""
         device = self._device
-        return device.num_free if device.mapped == 0 else device.num_free - self._watermark
+        return device.num_available if device.mapped == 0 else device.num_available - self._watermark
 
     def _copies(self, source: Tier, destination: Tier, blocks: IntArray, new_blocks: IntArray) -> tuple[Copies, ...]:
         """Copies of whole blocks, as slot ranges."""

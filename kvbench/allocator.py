@@ -57,6 +57,7 @@ class Capability(Enum):
 
     FORK_SHARES = "fork_shares"  # forked rows share storage until one of them writes
     SWAP = "swap"  # rows can move to the host tier and back
+    PREFIX_CACHE = "prefix_cache"  # admissions start behind blocks whose content was computed before
     RESERVES_GROWTH = "reserves_growth"  # admission takes room for `max_tokens`; append cannot fail
 
 
@@ -105,10 +106,13 @@ class Grant:
     slots: int64 ``[new tokens]``, where to write the KV of the tokens that the verb added, row after
         row: of :meth:`Allocator.append` for every row, of :meth:`Allocator.allocate` for ``rows[0]``
         alone; empty for every other verb. Valid until the next verb on these rows.
+    num_cached_tokens: leading tokens of an admitted prompt whose KV is there already. They are not new:
+        they have no entry in ``slots``.
     """
 
     copies: tuple[Copies, ...] = ()
     slots: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    num_cached_tokens: int = 0
 
     @property
     def num_copied_slots(self) -> int:
@@ -125,6 +129,8 @@ class Usage(NamedTuple):
     free: held by nobody; ``withheld`` of them are kept back from admission (watermark).
     mapped: slots the rows hold if shared slots count once per row (``mapped == held`` unshared).
     host_held: slots held on the host tier.
+    cached: the part of ``free`` that still holds KV which an admission may find (PREFIX_CACHE). Whoever
+        needs slots gets them as if they were empty: the content is evicted then, not before.
     """
 
     num_slots: int
@@ -135,6 +141,7 @@ class Usage(NamedTuple):
     withheld: int
     mapped: int
     host_held: int
+    cached: int = 0
 
     @property
     def held(self) -> int:
@@ -145,7 +152,7 @@ class Usage(NamedTuple):
 class Growth(NamedTuple):
     """Decode steps taken at once, and the pool after each of them.
 
-    pool: int64 ``[4, num_steps]``, token_states, vacant, free and mapped as in :class:`Usage`.
+    pool: int64 ``[5, num_steps]``, token_states, vacant, free, mapped and cached as in :class:`Usage`.
     withheld: int64 ``[num_steps]``, as in :class:`Usage`.
     capacities: int64 ``[num_steps, n]``, of the rows that grew.
     """
@@ -175,7 +182,9 @@ class Allocator(ArgumentChecks, ABC):
         self.pool = pool
 
     @abstractmethod
-    def allocate(self, rows: ArrayLike, num_tokens: int, *, max_tokens: int) -> Grant | None:
+    def allocate(
+        self, rows: ArrayLike, num_tokens: int, *, max_tokens: int, content: IntArray | None = None
+    ) -> Grant | None:
         """Admit a group: all ``rows`` start with the same ``num_tokens`` prompt tokens (>= 1).
 
         With FORK_SHARES the rows share the prompt's slots; otherwise each gets a region of its own
@@ -183,9 +192,25 @@ class Allocator(ArgumentChecks, ABC):
         slots are those of ``rows[0]``'s prompt.
         ``max_tokens``: the most tokens any of the rows will ever hold (``num_tokens <= max_tokens <=
         pool.max_tokens``); allocators with RESERVES_GROWTH take room for it now, others ignore it.
-        Keeps the watermark, unless the pool is empty. All or nothing. What was refused stays refused
-        until rows are freed or swapped out: appends and forks never make room.
+        ``content``: a key for each leading full block of the tokens, int64 ``[at most num_tokens //
+        block_size]``; equal keys mean equal tokens from the first one to the block's end. Blocks without
+        a key are never shared by content. With PREFIX_CACHE the rows take the longest run of leading
+        blocks whose keys are known from commits (``Grant.num_cached_tokens``, less than ``num_tokens``, so
+        that one token at least is computed); others ignore it.
+        Keeps the watermark, unless no row is on the device. All or nothing. What was refused stays refused
+        until rows are freed, swapped out or committed: appends and forks never make room.
         """
+
+    def num_cached_tokens(self, num_tokens: int, content: IntArray) -> int:
+        """What ``Grant.num_cached_tokens`` of such an :meth:`allocate` would be at this moment. Changes nothing."""
+        return 0
+
+    def commit(self, rows: ArrayLike) -> None:
+        """The KV of every token that the rows hold is written: from now on admissions may find their blocks
+        by the keys that :meth:`allocate` was given. A row that is freed before never offers anything. What is
+        appended has no keys. PREFIX_CACHE only.
+        """
+        raise AllocatorMisuse(f"{type(self).__name__} keeps no content")
 
     @abstractmethod
     def append(self, rows: ArrayLike, num_tokens: ArrayLike = 1) -> Grant | None:

@@ -207,6 +207,7 @@ class Engine:
         if decision.is_prefill:  # a group's rows share the prompt that one of them computed
             for group, num_new in zip(decision.groups, decision.num_new, strict=True):
                 table.computed[group.rows] += num_new[0]
+            self.scheduler.commit(decision.groups)
         else:
             table.computed[plan.rows] = plan.lengths
         now = np.array([self.executor.now()])

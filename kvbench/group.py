@@ -28,6 +28,9 @@ class Group:
     rows: live rows; for beam search ``rows[i]`` holds the beam with the ``i``-th best score.
     outputs: generated token ids of each finished sequence (its index in the request) or of each beam
         hypothesis, best first; scores: of the hypotheses.
+    content: keys of the prompt's full blocks, for an allocator that finds them by content.
+    num_cached_tokens: tokens of the prompt whose KV was in the pool when the group was first admitted.
+    num_lost_tokens: tokens whose KV was dropped and is yet to be computed again.
     round_times_s: when each decoding round of the group returned, in pieces that groups may share.
     """
 
@@ -38,10 +41,13 @@ class Group:
     rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     outputs: dict[int, IntArray] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
+    content: IntArray | None = None
     admitted_s: float | None = None
     round_times_s: list[Seconds] = field(default_factory=list)
     finished_s: float | None = None
     error: str | None = None
+    num_cached_tokens: int = 0
+    num_lost_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_swapped_slots: int = 0

@@ -73,6 +73,8 @@ def summarize(
         metrics["goodput_requests_per_s"] = (met / duration, "requests/s")
         metrics["attainment_fraction"] = (met / len(requests), "of requests")
     if len(done):
+        hits = int(done["num_cached_tokens"].sum()) / int(done["prompt_tokens"].sum())
+        metrics["prefix_hit_fraction"] = (hits, "of prompt tokens")
         metrics["normalized_latency_s"] = (float(done["normalized_latency_s"].mean()), "s/token")
     gaps = np.concatenate([np.empty(0), *(np.diff(times) for times in done["token_times_s"])])
     for name in ("ttft_s", "tpot_s", "latency_s", "queueing_s"):
@@ -132,6 +134,7 @@ def _averages(steps: pd.DataFrame, num_slots: int) -> Metrics:
     return metrics | {
         "waste_fraction": (1 - mean("token_states") / num_slots, "of pool"),
         "stranded_fraction": (mean("stranded") / num_slots, "of pool"),
+        "cached_fraction": (mean("cached") / num_slots, "of pool"),
         "sharing_saving_fraction": (saved, "of slots without sharing"),
         "mean_batch": (mean("num_running"), "requests"),
         "mean_sequences": (mean("num_sequences"), "sequences"),

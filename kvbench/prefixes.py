@@ -13,11 +13,12 @@ Prefixes = dict[int, NDArray[np.int32]]  # tokens by id
 
 
 def resident(requests: Iterable[Request], supports: frozenset[Capability]) -> Prefixes:
-    """The prefixes that an allocator with ``supports`` keeps; none unless forked rows share what they hold.
+    """The prefixes to keep for an allocator with ``supports``; none unless forked rows share what they hold.
 
     One that reserves cannot: a row continues in its parent's reservation, and a prefix has none beyond itself.
+    One with a cache of its own needs no help.
     """
-    if Capability.FORK_SHARES not in supports or Capability.RESERVES_GROWTH in supports:
+    if Capability.FORK_SHARES not in supports or supports & {Capability.RESERVES_GROWTH, Capability.PREFIX_CACHE}:
         return {}
     return {r.prefix_id: r.prompt[: r.num_prefix_tokens] for r in requests if r.prefix_id is not None}
 

@@ -22,11 +22,11 @@ _CAUSES = ("cow", "fork", "prompt", "swap_out", "swap_in")
 _QUEUES = ("num_running", "num_sequences", "num_waiting", "num_preempted")
 _COLUMNS = (
     *("start_s", "kind", *_QUEUES, "num_new_tokens", "refused"),
-    *("token_states", "vacant", "free", "mapped", "rounding", "host_held", "stranded"),
+    *("token_states", "vacant", "free", "mapped", "cached", "rounding", "host_held", "stranded"),
     *("num_preemptions", "num_recomputed_tokens", *(f"{cause}_slots" for cause in _CAUSES), *SECONDS),
 )
 _START, _STRANDED, _MODEL = (_COLUMNS.index(name) for name in ("start_s", "stranded", "model_s"))
-_POOL = slice(_COLUMNS.index("token_states"), _COLUMNS.index("mapped") + 1)  # the rows of `Growth.pool`
+_POOL = slice(_COLUMNS.index("token_states"), _COLUMNS.index("cached") + 1)  # the rows of `Growth.pool`
 
 
 class Recorder:
@@ -58,8 +58,8 @@ class Recorder:
             (
                 *(start_s, KINDS.index(kind), *self._queues()),
                 *(sum(int(new.sum()) for new in decision.num_new), decision.refused),
-                *(usage.token_states, usage.vacant, usage.free, usage.mapped, usage.rounding, usage.host_held),
-                usage.free if decision.stranded else 0,
+                *(usage.token_states, usage.vacant, usage.free, usage.mapped, usage.cached, usage.rounding),
+                *(usage.host_held, usage.free if decision.stranded else 0),
                 *(decision.num_preemptions, decision.num_recomputed_tokens),
                 *(decision.copied_slots[cause] for cause in _CAUSES),
                 *(0.0 for _ in SECONDS),
@@ -85,7 +85,7 @@ class Recorder:
         steps = self._steps.extend(
             (
                 *(0.0, KINDS.index("decode"), *self._queues(), growth.capacities.shape[1], stranded is not None),
-                *(0, 0, 0, 0, usage.rounding, usage.host_held),
+                *(0, 0, 0, 0, 0, usage.rounding, usage.host_held),
                 *(0 for _ in _COLUMNS[_STRANDED:]),
             ),
             growth.num_steps,
@@ -147,6 +147,7 @@ def _request_record(group: Group, keep_tokens: bool) -> dict[str, Any]:
         "output_tokens": sum(len(output) for output in outputs),
         "num_sequences": request.num_sequences,
         "num_preemptions": group.num_preemptions,
+        "num_cached_tokens": group.num_cached_tokens,
         "num_recomputed_tokens": group.num_recomputed_tokens,
         "num_swapped_slots": group.num_swapped_slots,
         "token_times_s": times,

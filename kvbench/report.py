@@ -20,6 +20,8 @@ from kvbench.results import Run
 MIB = 2**20
 _MOST_DRAWN = 30  # runs in one picture
 
+_HITS = "prefix_hit_fraction"
+
 _COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
     ("batch\nmean", "mean_batch", lambda v: f"{v:.1f}"),
     ("batch\npeak", "peak_batch", lambda v: f"{v:.0f}"),
@@ -30,6 +32,7 @@ _COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
     ("free\n%", "free_fraction", lambda v: f"{100 * v:.1f}"),
     ("stranded\n%", "stranded_fraction", lambda v: f"{100 * v:.1f}"),
     ("sharing\nsaves %", "sharing_saving_fraction", lambda v: f"{100 * v:.1f}"),
+    ("prefix\nhits %", _HITS, lambda v: f"{100 * v:.1f}"),
     ("copied\nblocks", "copied_blocks", lambda v: f"{v:.0f}"),
     ("copied\nMiB", "copied_bytes", lambda v: f"{v / MIB:.1f}"),
     ("swapped\nMiB", "swapped_bytes", lambda v: f"{v / MIB:.1f}"),
@@ -81,10 +84,11 @@ def labels(runs: list[Run], but: tuple[str, ...] = ()) -> list[str]:
 def _table(runs: list[Run], names: list[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("run", justify="left", no_wrap=True)
-    for title, _, _ in _COLUMNS:
+    columns = [column for column in _COLUMNS if column[1] != _HITS or any(run.metric(_HITS) for run in runs)]
+    for title, _, _ in columns:
         table.add_column(title, justify="right")
     for run, name in zip(runs, names, strict=True):
-        values = [(run.metric(key), show) for _, key, show in _COLUMNS]
+        values = [(run.metric(key), show) for _, key, show in columns]
         table.add_row(name, *("-" if value is None else show(value) for value, show in values))
     return table
 

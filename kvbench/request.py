@@ -60,8 +60,10 @@ class Request:
     prompt: int32 ``[num_tokens]`` token ids, at least one, read-only.
     arrival_s: seconds after the run's start.
     max_new_tokens: most tokens to generate per sequence.
-    hash_ids: ids of the prompt's blocks where a trace states them (equal ids: equal content up to there).
+    hash_ids: an id for every 512 tokens of the prompt, the rest included, where a trace states them (equal ids:
+        equal content up to there).
     prefix_id: requests with equal ids begin with the same ``num_prefix_tokens`` tokens; None: a prompt of its own.
+    is_text: the tokens say what the prompt is; False: they are placeholders, and ``hash_ids`` or ``prefix_id`` do.
     """
 
     request_id: int
@@ -72,6 +74,7 @@ class Request:
     hash_ids: tuple[int, ...] = ()
     prefix_id: int | None = None
     num_prefix_tokens: int = 0
+    is_text: bool = True
 
     def __post_init__(self) -> None:
         _require(len(self.prompt) >= 1, "prompts", "an empty prompt", "at least one token")

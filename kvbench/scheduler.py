@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvbench.allocator import Allocator, Capability, Copies, Grant, Growth, IntArray
 from kvbench.config import Batching, Preemption, SchedulerConfig
+from kvbench.content import block_keys
 from kvbench.group import Group, Status
 from kvbench.prefixes import ResidentPrefixes, resident
 from kvbench.request import Request
@@ -70,6 +71,7 @@ class Scheduler:
         self.prefixes = ResidentPrefixes(allocator, table)
         self._swaps = Capability.SWAP in allocator.supports and config.preemption is not Preemption.recompute
         self._reserves = Capability.RESERVES_GROWTH in allocator.supports
+        self._caches = Capability.PREFIX_CACHE in allocator.supports
         self._granted = Decision()  # copies of forks made since the last step
         self._refused_slots: int | None = None  # what the queue's head asked for in vain; None: it may ask
         self._running_rows: IntArray | None = None  # of the running groups, while nothing changes them
@@ -82,6 +84,8 @@ class Scheduler:
             yield Decision([], [row], [np.array([len(tokens)])], [grant.slots], is_prefill=True)
 
     def add(self, group: Group) -> None:
+        if self._caches:
+            group.content = block_keys(group.request, self.allocator.block_size)
         self.waiting.append(group)
 
     @property
@@ -106,6 +110,12 @@ class Scheduler:
                 self._force_preemption(decision)
                 self._grow(decision)
         return decision
+
+    def commit(self, groups: list[Group]) -> None:
+        """The KV of the groups' prompts is written; whoever was refused may find it."""
+        if self._caches:
+            self.allocator.commit(np.concatenate([group.rows for group in groups]))
+            self._refused_slots = None
 
     def fork(self, groups: list[Group], parents: IntArray, children: IntArray) -> None:
         """``children`` continue ``parents``, rows of the groups; a group that the pool has no room for starts over."""
@@ -223,31 +233,41 @@ class Scheduler:
             self._run(group)
 
     def _start(self, group: Group, decision: Decision) -> bool:
-        """Place a group's tokens (a fresh prompt, or a recomputation) and plan their prefill, behind its prefix.
+        """Place a group's tokens (a fresh prompt, or a recomputation) and plan the prefill of what is not cached.
 
         Several sequences share one prefill of the prompt; what they have generated since is caught up
         by the next decode step, whose rows may bring several tokens each.
         """
         rows = group.rows
         num_tokens = int(self.table.length[rows[0]]) if len(rows) == 1 else group.prompt_length
-        num_cached = self.prefixes.num_cached(group.request)
+        num_resident = num_cached = self.prefixes.num_cached(group.request)
+        if group.content is not None:
+            num_cached = self.allocator.num_cached_tokens(num_tokens, group.content)
         num_new = num_tokens - num_cached
         batched = sum(int(new.sum()) for new in decision.num_new)
         is_limited = self.config.batching is Batching.continuous
         if is_limited and batched and batched + num_new > self.config.max_batched_tokens:
             return False
-        if num_cached:
+        if num_resident:
             grant = self.prefixes.extend(group.request, rows, num_new)
         else:
-            grant = self.allocator.allocate(rows, num_tokens, max_tokens=group.max_tokens)
+            grant = self.allocator.allocate(rows, num_tokens, max_tokens=group.max_tokens, content=group.content)
         if grant is None:
-            copied = num_cached % (self.allocator.block_size or 1)  # what the prefix has in a partly filled block
-            self._refuse(decision, len(rows) * group.max_tokens if self._reserves else num_new + copied)
+            # Beside the new tokens: those of a resident prefix in a partly filled block, and any found elsewhere,
+            # whose blocks may count as free.
+            asked = num_tokens - num_resident + num_resident % (self.allocator.block_size or 1)
+            self._refuse(decision, len(rows) * group.max_tokens if self._reserves else asked)
             return False
         # A prefix was computed before; the copy of its last block is written to in this step.
-        decision.take(grant, "cow" if num_cached else "prompt", late=not num_cached)
+        decision.take(grant, "cow" if num_resident else "prompt", late=not num_resident)
         decision.run(group, rows[:1], np.array([num_new]))
         self.table.computed[rows] = num_cached
+        if not group.num_preemptions:
+            group.num_cached_tokens = num_cached
+        else:
+            again = group.num_lost_tokens - len(rows) * num_cached
+            group.num_recomputed_tokens += again
+            decision.num_recomputed_tokens += again
         return True
 
     def _refuse(self, decision: Decision, num_slots: int) -> None:
@@ -304,9 +324,7 @@ class Scheduler:
         self._stop(group, Status.SWAPPED, decision)
 
     def _drop_kv(self, group: Group, decision: Decision) -> None:
-        lost = int((self.table.computed[group.rows] - self.prefixes.num_cached(group.request)).sum())
-        group.num_recomputed_tokens += lost
-        decision.num_recomputed_tokens += lost
+        group.num_lost_tokens = int(self.table.computed[group.rows].sum())
         self.table.computed[group.rows] = 0
         self._stop(group, Status.PREEMPTED, decision)
 

@@ -93,7 +93,8 @@ def build(cfg: WorkloadConfig, tokenizer: Tokenizer | None, *, vocab_size: int, 
     if tokenizer is not None:
         _check_vocabulary(prompts, vocab_size)
     samplings = _samplings(sampling, len(prompts), streams.sampling)
-    requests = _requests(prompts, drawn, samplings, prefix_ids, cfg.prefix.tokens or 0)
+    is_text = tokenizer is not None
+    requests = _requests(prompts, drawn, samplings, prefix_ids, cfg.prefix.tokens or 0, is_text)
     fitting = _fit(requests, max_tokens, cfg.too_long)
     averages = {
         "num_requests": len(fitting),
@@ -130,13 +131,14 @@ def _requests(
     samplings: Iterator[Sampling],
     prefix_ids: Iterable[int | None],
     num_prefix_tokens: int,
+    is_text: bool,
 ) -> list[Request]:
     assert drawn.arrival_s is not None
     hash_ids = itertools.repeat((), len(drawn)) if drawn.hash_ids is None else drawn.hash_ids
     arrivals, outputs = drawn.arrival_s.tolist(), drawn.output_tokens.tolist()
     shared = itertools.repeat(num_prefix_tokens, len(prompts))
     columns = zip(prompts, arrivals, outputs, samplings, hash_ids, prefix_ids, shared, strict=True)
-    return [Request(index, *fields) for index, fields in enumerate(columns)]
+    return [replace(Request(i, *fields), is_text=is_text) for i, fields in enumerate(columns)]
 
 
 def _whole_prompts(

@@ -17,7 +17,7 @@ from kvbench.recorder import PARTS, SECONDS
 from tests.cli import Cli, refusal
 
 STEPS = pd.DataFrame(
-    {name: [1] for name in (*PARTS, "stranded", "mapped", "num_running", "num_sequences", "host_held")}
+    {name: [1] for name in (*PARTS, "stranded", "cached", "mapped", "num_running", "num_sequences", "host_held")}
     | {f"{cause}_slots": [0] for cause in ("cow", "fork", "prompt", "swap_out", "swap_in")}
     | {name: [0] for name in ("num_preemptions", "num_recomputed_tokens", *SECONDS)}
     | {"kind": ["decode"], "refused": [False], "duration_s": [4.0]}
@@ -28,6 +28,8 @@ def requests(rows: list[tuple[str, float | None, float | None]]) -> pd.DataFrame
     """Requests by status, TTFT and TPOT; every other field as if it had one token."""
     frame = pd.DataFrame(rows, columns=["status", "ttft_s", "tpot_s"]).astype({"ttft_s": float, "tpot_s": float})
     return frame.assign(
+        prompt_tokens=1,
+        num_cached_tokens=0,
         output_tokens=1,
         latency_s=1.0,
         normalized_latency_s=1.0,

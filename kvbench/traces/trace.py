@@ -16,8 +16,8 @@ class Trace:
 
     input_tokens, output_tokens: int64 ``[n]``, each >= 1.
     arrival_s: float64 ``[n]``, seconds >= 0, not decreasing; None where nothing states them.
-    hash_ids: object ``[n]``, per request a tuple with one id per block of its prompt (equal ids: equal
-    content from the prompt's start to that block's end); None where nothing states them.
+    hash_ids: object ``[n]``, per request a tuple with one id per 512 tokens of its prompt, the rest included
+    (equal ids: equal content from the prompt's start to there); None where nothing states them.
     """
 
     input_tokens: NDArray[np.int64]

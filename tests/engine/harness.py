@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import kernels
 from allocators.buddy import BuddyAllocator
 from allocators.paged import PagedAllocator
+from allocators.paged_prefix import PagedPrefixAllocator
 from allocators.paged_swap import PagedSwapAllocator
 from allocators.static import StaticAllocator
 from kvbench.allocator import Allocator, Capability, Pool
@@ -35,6 +36,7 @@ ALLOCATORS = {
     "buddy_oracle": (BuddyAllocator, Reservation.oracle),
     "paged": (PagedAllocator, Reservation.max),
     "paged_swap": (PagedSwapAllocator, Reservation.max),
+    "paged_prefix": (PagedPrefixAllocator, Reservation.max),
 }
 
 
