@@ -5,7 +5,11 @@ an array that stands for the pool, then one distinct integer per new token writt
 for it. A row
 whose storage does not read back as its history exposes an allocator that shared, copied or handed out
 the wrong slots. The model knows no free list, reference count or region; of paged allocators it knows
-the block size, and says exactly which appends must copy, what may be refused and what swapping shares.
+the block size, and says exactly which appends must copy, what may be refused and what swapping shares;
+of those that keep content, what every admission must find (`tests.allocators.cache_model`).
+
+Prompts of equal text are equal integers: one for each text that a prompt can begin with. So content found
+in the wrong place does not read back either.
 """
 
 from collections import Counter
@@ -18,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.allocator import Allocator, AllocatorMisuse, Capability, Grant, Layout, Pool, Tier, Usage
+from tests.allocators.cache_model import CacheModel
 
 
 @dataclass
@@ -38,6 +43,8 @@ class Harness:
             Tier.DEVICE: np.full(pool.num_slots, -1, dtype=np.int64),
             Tier.HOST: np.full(pool.num_host_slots, -1, dtype=np.int64),
         }
+        self.cache = CacheModel(self.allocator)
+        self.texts: dict[tuple[int, ...], int] = {}  # the integer of each beginning of a prompt
         self.num_written = 0
         self.num_swap_outs = 0
         self.sound = True  # the last verb has passed its checks
@@ -49,20 +56,38 @@ class Harness:
     def idle(self) -> list[int]:
         return [row for row in range(self.pool.max_rows) if row not in self.rows]
 
-    def allocate(self, rows: Sequence[int], num_tokens: int, max_tokens: int) -> bool:
+    def allocate(self, rows: Sequence[int], num_tokens: int, max_tokens: int, text: Sequence[int] = ()) -> bool:
+        """text: what the leading tokens are, if anybody may know it. Full blocks of it have keys."""
         before = self.allocator.usage()
-        grant = self._verb("allocate", rows, num_tokens, max_tokens=max_tokens)
-        self._check_admission(grant, before, not self.live(), num_tokens)
+        beginning = self._beginning(text)
+        keys = beginning[self.allocator.block_size - 1 :: self.allocator.block_size] if beginning else []
+        found = self.cache.found(num_tokens, keys) if keys else []
+        num_idle = self.cache.num_idle(found)
+        content = np.array(keys, dtype=np.int64)
+        num_cached = self.allocator.num_cached_tokens(num_tokens, content)
+        assert num_cached == len(found) * self.allocator.block_size, "found other content than is there"
+        grant = self._verb("allocate", rows, num_tokens, max_tokens=max_tokens, content=content if keys else None)
+        self._check_admission(grant, before, not self.live(), num_tokens, len(found) - num_idle)
         if grant is None:
             fits = max_tokens <= self.allocator.max_admissible_tokens(len(rows))
             assert self.rows or not fits, "an empty pool refused a group it declared admissible"
             return False
-        tokens = self._new_tokens(num_tokens)
+        assert grant.num_cached_tokens == num_cached, "granted other content than was announced"
+        tokens = beginning + self._new_tokens(num_tokens - len(beginning))
         for row in rows:
             self.rows[row] = Row(list(tokens), max_tokens)
-        self._write(grant, tokens)
+        self._write(grant, tokens[num_cached:])
         self._run_copies(grant)
+        if keys:
+            self.cache.admit(rows, keys)
+        self._observe(before, found)
         return True
+
+    def commit(self, rows: Sequence[int]) -> None:
+        before = self.allocator.usage()
+        self._verb("commit", rows)
+        assert self.allocator.usage() == before, "a commit changed what is held"
+        self.cache.commit(rows)
 
     def append(self, rows: Sequence[int], counts: Sequence[int] | int = 1) -> bool:
         before = self.allocator.usage()
@@ -80,20 +105,22 @@ class Harness:
         self._write(grant, tokens)
         for row, end, count in zip(rows, accumulate(per_row), per_row, strict=True):
             self.rows[row].tokens += tokens[end - count : end]
+        self._observe(before)
         return True
 
     def grow(self, rows: Sequence[int], num_steps: int) -> None:
         """Steps at once are steps one by one, and stop only where the next would need more than an append."""
         self.sound = False
-        twin = deepcopy(self.allocator)
+        twin, before = deepcopy(self.allocator), self.allocator.usage()
         growth = self.allocator.grow(np.array(rows, dtype=np.int64), num_steps)
         for i in range(growth.num_steps if growth else 0):
             grant = twin.append(rows)
             assert grant is not None, "a refused step was taken"
             assert not grant.copies, "a step that copies was taken"
             usage = twin.usage()
-            for part in ("token_states", "vacant", "free", "withheld", "mapped"):
-                assert getattr(growth, part)[i] == getattr(usage, part), f"{part} after step {i}"
+            pool = [usage.token_states, usage.vacant, usage.free, usage.mapped, usage.cached]
+            assert growth.pool[:, i].tolist() == pool, f"the pool after step {i}"
+            assert growth.withheld[i] == usage.withheld
             assert growth.capacities[i].tolist() == twin.capacity(rows).tolist()
             tokens = self._new_tokens(len(rows))
             self._write(grant, tokens)
@@ -102,6 +129,7 @@ class Harness:
         assert state_of(self.allocator) == state_of(twin), "another state than step by step"
         if growth is None or growth.num_steps < num_steps:
             self._check_stop(twin, rows)
+        self._observe(before)
 
     def _check_stop(self, twin: Allocator, rows: Sequence[int]) -> None:
         try:
@@ -121,11 +149,15 @@ class Harness:
         return True
 
     def free(self, rows: Sequence[int]) -> None:
+        before = self.allocator.usage()
         self._verb("free", rows)
         for row in rows:
             del self.rows[row]
+        self.cache.drop(rows)
+        self._observe(before)
         if rows and not self.rows:
-            assert self.allocator.usage() == self.initial_usage, "slots leaked: all rows are free"
+            usage = self.allocator.usage()._replace(cached=0)
+            assert usage == self.initial_usage, "slots leaked: all rows are free"
 
     def swap_out(self, rows: Sequence[int]) -> bool:
         blocks = {row: self._blocks(row) for row in rows}
@@ -203,7 +235,7 @@ class Harness:
         self.sound = False
         before = state_of(self.allocator)
         grant = getattr(self.allocator, verb)(*args, **kwargs)
-        if grant is None and verb != "free":
+        if grant is None and verb not in ("free", "commit"):
             assert state_of(self.allocator) == before, f"a refused {verb} changed the allocator"
         if grant is not None and verb not in ("allocate", "append"):
             assert grant.slots.size == 0, f"{verb} grants slots, and adds no tokens"
@@ -224,6 +256,15 @@ class Harness:
         writers = Counter(self._blocks(row)[-1] for row, n in zip(rows, lengths, strict=True) if n % size)
         return num_new, sum(k - (k == holders[block]) for block, k in writers.items())
 
+    def _beginning(self, text: Sequence[int]) -> list[int]:
+        """An integer for each of the text's tokens, which tells all that stands before it as well."""
+        starts = [tuple(text[: i + 1]) for i in range(len(text))]
+        return [self.texts.setdefault(start, -2 - len(self.texts)) for start in starts]
+
+    def _observe(self, before: Usage, found: Sequence[int] = ()) -> None:
+        if Capability.PREFIX_CACHE in self.allocator.supports:
+            self.cache.observe(self.live(), before.free // self.allocator.block_size, found)
+
     def _new_tokens(self, count: int) -> list[int]:
         self.num_written += count
         return list(range(self.num_written - count, self.num_written))
@@ -243,11 +284,14 @@ class Harness:
                 assert 0 <= target <= len(destination) - size, "a copy writes outside its tier"
                 destination[target : target + size] = source[start : start + size].copy()
 
-    def _check_admission(self, grant: Grant | None, before: Usage, empty: bool, num_tokens: int) -> None:
+    def _check_admission(
+        self, grant: Grant | None, before: Usage, empty: bool, num_tokens: int, num_shared: int
+    ) -> None:
+        """num_shared: blocks of the tokens that other rows hold."""
         if grant is not None and not empty:
             assert self.allocator.usage().withheld == before.withheld, "an admission used the watermark"
         if grant is None and self.allocator.layout is Layout.PAGED:
-            needed = -(-num_tokens // self.allocator.block_size) * self.allocator.block_size
+            needed = (-(-num_tokens // self.allocator.block_size) - num_shared) * self.allocator.block_size
             assert needed > before.free - before.withheld, "an admission that fits was refused"
 
     def _check_layout(self) -> None:
@@ -288,6 +332,7 @@ class Harness:
         assert room.min(initial=0) >= 0
         assert room.sum() == usage.vacant, "vacant slots differ from the rows' capacities"
         assert 0 <= usage.withheld <= usage.free
+        assert 0 <= usage.cached <= usage.free
         assert (usage.mapped == usage.held) == (len(slots) == len(set(slots))), "mapped is off"
         assert usage.mapped - usage.held >= len(slots) - len(set(slots)), "mapped misses sharing"
         host_blocks = {block for row in self.live(on_host=True) for block in self.rows[row].host_blocks or ()}

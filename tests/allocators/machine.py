@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import ClassVar
 
+import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -43,6 +44,27 @@ class AllocatorMachine(RuleBasedStateMachine):
     def allocate_what_is_free(self, data):
         num_tokens = min(self.harness.allocator.usage().free, self.harness.pool.max_tokens)
         self.harness.allocate(_some(data, self.harness.idle()[:2]), num_tokens, num_tokens)
+
+    @precondition(lambda self: self._caches() and self.harness.idle())
+    @rule(data=st.data(), topic=st.integers(0, 2), blocks=st.integers(1, 8), is_written=st.booleans())
+    def allocate_text(self, data, topic, blocks, is_written):
+        """Prompts of few texts, some with a beginning in common, and perhaps an end of their own."""
+        pool, size = self.harness.pool, self.harness.allocator.block_size
+        text = ([min(topic, 1)] * (2 * size) + [topic] * (6 * size))[: min(blocks * size, pool.max_tokens)]
+        num_tokens = data.draw(st.integers(len(text), min(len(text) + size, pool.max_tokens)))
+        rows = _some(data, self.harness.idle()[:2])
+        if self.harness.allocate(rows, num_tokens, pool.max_tokens, text) and is_written:
+            self.harness.commit(rows)
+
+    @precondition(lambda self: self._caches() and self.harness.live())
+    @rule(data=st.data())
+    def commit(self, data):
+        self.harness.commit(_some(data, self.harness.live()))
+
+    @precondition(lambda self: self._caches() and self.harness.live())
+    @rule()
+    def commit_all(self):
+        self.harness.commit(self.harness.live())
 
     @precondition(lambda self: self.harness.live())
     @rule(data=st.data())
@@ -113,6 +135,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             for num_rows in (1, 2, self.harness.pool.max_rows):
                 self.harness.check_admissible(num_rows)
 
+    def _caches(self) -> bool:
+        return Capability.PREFIX_CACHE in self.harness.allocator.supports
+
     def _swaps(self) -> bool:
         return Capability.SWAP in self.harness.allocator.supports
 
@@ -120,8 +145,20 @@ class AllocatorMachine(RuleBasedStateMachine):
         return self.harness.rows[row].max_tokens - len(self.harness.rows[row].tokens)
 
 
-def machine(make: Callable[[Pool], Allocator], pools: list[Pool] = POOLS) -> type[AllocatorMachine]:
-    return type("Machine", (AllocatorMachine,), {"make": staticmethod(make), "pools": pools, "num_steps": 0})
+class CacheMachine(AllocatorMachine):
+    """Only what makes, finds and evicts content, in pools that are soon full."""
+
+    pools: ClassVar[list[Pool]] = [
+        Pool(num_slots=69, max_rows=6, max_tokens=40),
+        Pool(num_slots=43, max_rows=4, max_tokens=31),
+    ]
+    misuse = allocate_what_is_free = append_many = swap_out = swap_in = None
+
+
+def machine(
+    make: Callable[[Pool], Allocator], base: type[AllocatorMachine] = AllocatorMachine
+) -> type[AllocatorMachine]:
+    return type("Machine", (base,), {"make": staticmethod(make), "num_steps": 0})
 
 
 def misuses(harness: Harness):
@@ -131,10 +168,12 @@ def misuses(harness: Harness):
     for bad in ([-1], [pool.max_rows], [0.5], [[0]], [-pool.max_rows]):
         yield "append", (bad,), {}
         yield "free", (bad,), {}
+        yield "commit", (bad,), {}
         yield "slots", (bad, [0]), {}
         yield "num_tokens", (bad,), {}
     for row in absent[:2]:
         yield "append", ([*live, row],), {}
+        yield "commit", ([*live, row],), {}
         yield "slots", ([row], [0]), {}
     for row in idle[:1]:
         yield "free", ([*live, row],), {}
@@ -146,7 +185,14 @@ def misuses(harness: Harness):
         yield "allocate", ([row], 2), {"max_tokens": 1}
         yield "allocate", ([row], 1), {"max_tokens": pool.max_tokens + 1}
         yield "allocate", ([row, pool.max_rows], 1), {"max_tokens": 1}
+        if Capability.PREFIX_CACHE in harness.allocator.supports:
+            size = harness.allocator.block_size
+            for content in ([1] * 2, [0.5]):
+                yield "allocate", ([row], size), {"max_tokens": size, "content": np.array(content)}
+            yield "num_cached_tokens", (size, np.array([1, 2])), {}
     yield "allocate", ([], 1), {"max_tokens": 1}
+    if Capability.PREFIX_CACHE not in harness.allocator.supports:
+        yield "commit", (live,), {}
     yield "max_admissible_tokens", (0,), {}
     for row in live[:2]:
         length = len(harness.rows[row].tokens)

@@ -13,7 +13,7 @@ from allocators.buddy import BuddyAllocator
 from allocators.paged_swap import PagedSwapAllocator
 from allocators.static import StaticAllocator
 from kvbench.allocator import Grant
-from tests.allocators.machine import SETTINGS, machine
+from tests.allocators.machine import SETTINGS, AllocatorMachine, machine
 
 
 class NoReferenceOnFork(BlockTier):
@@ -200,11 +200,11 @@ ALLOCATORS = [
 ]
 
 
-def assert_caught(allocator_class, **options):
+def assert_caught(allocator_class, base=AllocatorMachine, **options):
     unaudited = type("Unaudited", (allocator_class,), {"check_integrity": lambda self: None})
     many = settings(SETTINGS, max_examples=100, report_multiple_bugs=False)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(machine(lambda pool: unaudited(pool, **options)), settings=many)
+        run_state_machine_as_test(machine(lambda pool: unaudited(pool, **options), base), settings=many)
 
 
 @pytest.mark.parametrize("tier", TIERS)
