@@ -23,23 +23,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvbench.allocator_checks import AllocatorMisuse, ArgumentChecks, IntArray, as_indices
 
-__all__ = [
-    "Allocator",
-    "AllocatorConfigError",
-    "AllocatorMisuse",
-    "Capability",
-    "Copies",
-    "Grant",
-    "Growth",
-    "IntArray",
-    "Layout",
-    "Pool",
-    "Tier",
-    "Usage",
-    "as_indices",
-    "consecutive",
-]
-
 
 class AllocatorConfigError(ValueError):
     """The pool and the allocator's options cannot work together; the message names the setting."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvbench.allocator import Allocator, AllocatorMisuse, Capability, Grant, Layout, Pool, Tier, Usage
 from tests.allocators.cache_model import CacheModel
+from tests.allocators.state import state_of
 
 
 @dataclass
@@ -337,16 +338,3 @@ class Harness:
         assert usage.mapped - usage.held >= len(slots) - len(set(slots)), "mapped misses sharing"
         host_blocks = {block for row in self.live(on_host=True) for block in self.rows[row].host_blocks or ()}
         assert usage.host_held == len(host_blocks) * getattr(self.allocator, "block_size", 0), "host miscounted"
-
-
-def state_of(value: Any) -> Any:
-    """A deep, comparable copy of an object's attributes: arrays as bytes, objects by attribute."""
-    if isinstance(value, np.ndarray):
-        return value.shape, value.tobytes()
-    if isinstance(value, dict):
-        return {key: state_of(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [state_of(item) for item in value]
-    if hasattr(value, "__dict__"):
-        return state_of(vars(value))
-    return value
