@@ -79,6 +79,7 @@ def test_neighbouring_ids_and_places_have_keys_of_their_own() -> None:
 
 def test_a_known_prefix_is_all_that_placeholders_have_in_common() -> None:
     assert num_equal(named(40, prefix=(1, 20)), named(50, prefix=(1, 20)), 8) == 2
+    assert num_equal(named(1300, prefix=(1, 1200)), named(1201, prefix=(1, 1200)), 16) == 75
     assert num_equal(named(40, prefix=(1, 20)), named(40, prefix=(2, 20)), 8) == 0
     assert len(block_keys(named(40), 8)) == 0
 
