@@ -26,7 +26,7 @@ from kvbench.traces import TraceConfig
 from kvbench.workload import build
 from kvbench.workload_config import WorkloadConfig
 from tests.engine.test_leap import DEVICE, SHAPE
-from tests.test_cli import Cli, run  # noqa: F401
+from tests.cli import Cli
 
 GREEDY = Sampling(ignore_eos=True)
 
