@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from kvbench.allocator import Allocator, IntArray, Layout, consecutive
 from kvbench.beam import Beams
+from kvbench.decision import Decision
 from kvbench.group import Group, Status
 from kvbench.plan import Executor, SampleSpec, StepOutput, StepPlan
 from kvbench.recorder import Recorder
 from kvbench.sampling import uniform
-from kvbench.scheduler import Decision, Scheduler
+from kvbench.scheduler import Scheduler
 from kvbench.sequences import SequenceTable
 
 
@@ -112,11 +113,12 @@ class Engine:
         times = np.empty(num_steps + 1)  # when each step starts, and the end
         times[0], times[1:] = self.executor.now(), seconds
         times.cumsum(out=times)
+        usage = self.allocator.usage()
         growth = self.allocator.grow(rows, int(times[:-1].searchsorted(until_s)))
         if growth is None:
             return False
         count = growth.num_steps
-        self.recorder.leap(growth, times[:count], seconds[:count], self.scheduler.stranded(growth))
+        self.recorder.leap(growth, times[:count], seconds[:count], self.scheduler.stranded(growth, usage))
         self.executor.wait_until(float(times[count]))
         ends = times[1 : count + 1].copy()  # not a view of what was foreseen beyond
         for group in self.scheduler.running:

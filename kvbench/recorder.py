@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from kvbench.accounting import Attribution
 from kvbench.allocator import Allocator, Growth
+from kvbench.decision import Decision
 from kvbench.group import Group, Status
 from kvbench.plan import Seconds
-from kvbench.scheduler import Decision, Scheduler
+from kvbench.scheduler import Scheduler
 from kvbench.sequences import SequenceTable
 from kvbench.step_table import StepTable
 

@@ -8,54 +8,18 @@ and nobody new is admitted while a preempted group waits.
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.allocator import Allocator, Capability, Copies, Grant, Growth, IntArray
+from kvbench.allocator import Allocator, Capability, Growth, IntArray, Usage
 from kvbench.config import Batching, Preemption, SchedulerConfig
 from kvbench.content import block_keys
+from kvbench.decision import Decision
 from kvbench.group import Group, Status
 from kvbench.prefixes import ResidentPrefixes, resident
 from kvbench.request import Request
 from kvbench.sequences import SequenceTable
-
-
-@dataclass
-class Decision:
-    """What the next step does.
-
-    groups: those that run. rows: int64 ``[n]`` rows that run, num_new: int64 ``[n]`` their new tokens,
-        slots: int64 ``[sum(num_new)]`` those tokens' slots.
-    copied_slots: slots copied, by cause.
-    refused: the queue's head was refused; stranded: although enough free slots existed.
-    """
-
-    groups: list[Group] = field(default_factory=list)
-    rows: list[IntArray] = field(default_factory=list)
-    num_new: list[IntArray] = field(default_factory=list)
-    slots: list[IntArray] = field(default_factory=list)
-    copies: list[Copies] = field(default_factory=list)
-    late_copies: list[Copies] = field(default_factory=list)
-    copied_slots: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("cow", "fork", "prompt", "swap_out", "swap_in"), 0)
-    )
-    is_prefill: bool = False
-    refused: bool = False
-    stranded: bool = False
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-
-    def run(self, group: Group, rows: IntArray, num_new: IntArray) -> None:
-        self.groups.append(group)
-        self.rows.append(rows)
-        self.num_new.append(num_new)
-
-    def take(self, grant: Grant, cause: str, *, late: bool = False) -> None:
-        (self.late_copies if late else self.copies).extend(grant.copies)
-        self.slots.append(grant.slots)
-        self.copied_slots[cause] += grant.num_copied_slots
 
 
 class Scheduler:
@@ -177,14 +141,15 @@ class Scheduler:
             return 0, 0
         return self.table.quiet_steps(self.running_rows)
 
-    def stranded(self, growth: Growth) -> NDArray[np.bool_] | None:
-        """For each of steps taken at once, whether the queue's head, which stood refused, was stranded.
+    def stranded(self, growth: Growth, before: Usage) -> NDArray[np.bool_] | None:
+        """For each of steps taken at once, whether the queue's head, which stood refused, was stranded as it began.
 
-        None: nobody stood refused.
+        before: the pool before the first of them. None: nobody stood refused.
         """
         if self._refused_slots is None or not self.num_queued or self._batch_is_closed():
             return None
-        return self._refused_slots <= growth.free - growth.withheld
+        admissible = np.append(before.free - before.withheld, growth.free - growth.withheld)
+        return self._refused_slots <= admissible[:-1]
 
     def _may_admit(self) -> bool:
         """Whether the next :meth:`schedule` could bring in a group, should nothing be freed before."""

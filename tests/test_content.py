@@ -25,8 +25,8 @@ from kvbench.sequences import SequenceTable
 from kvbench.traces import TraceConfig
 from kvbench.workload import build
 from kvbench.workload_config import WorkloadConfig
-from tests.engine.test_leap import DEVICE, SHAPE
 from tests.cli import Cli
+from tests.engine.test_leap import DEVICE, SHAPE
 
 GREEDY = Sampling(ignore_eos=True)
 
@@ -157,7 +157,7 @@ def test_a_pool_without_end_finds_what_the_trace_says(tmp_path, block_size: int)
     assert (served["status"] == "finished").all()
 
 
-def test_what_a_trace_shares_is_in_the_report(run: Cli, tmp_path) -> None:  # noqa: F811
+def test_what_a_trace_shares_is_in_the_report(run: Cli, tmp_path) -> None:
     prompts = conversations(1, 20)
     virtual = ("executor=roofline", "device=h100", "model=llama_31_8b", "dtype=bfloat16", "max_model_len=131072")
     trace = ("workload=trace", f"workload.trace.file={mooncake(tmp_path, prompts)}", "measure.progress=false")

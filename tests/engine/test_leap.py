@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.allocator import Capability, Pool
@@ -57,14 +57,8 @@ def play(
     return recorder.steps(end_s), recorder.requests(), calls
 
 
-samplings = st.sampled_from(
-    [
-        Sampling("greedy", ignore_eos=True),
-        Sampling("greedy", ignore_eos=True),
-        Sampling("sample", n=3, ignore_eos=True),
-        Sampling("beam", beam_width=2, ignore_eos=True),
-    ]
-)
+GREEDY, SAMPLED = Sampling("greedy", ignore_eos=True), Sampling("sample", n=3, ignore_eos=True)
+samplings = st.sampled_from([GREEDY, GREEDY, SAMPLED, Sampling("beam", beam_width=2, ignore_eos=True)])
 drawn_requests = st.lists(
     st.tuples(
         st.integers(1, 20), st.integers(1, 40), st.integers(0, 60), samplings, st.sampled_from([None, None, 0, 1])
@@ -94,6 +88,14 @@ def requests_from(drawn: list[tuple[int, int, int, Sampling, int | None]]) -> li
     return requests
 
 
+# Blocks run out in steps that are taken at once while the head of the queue stands refused.
+SCARCE = [
+    *(4 * [(1, 1, 0, GREEDY, None)] + [(1, 1, 0, GREEDY, 1)]),
+    *((1, 17, 13, SAMPLED, 0), (1, 22, 12, GREEDY, None), (1, 25, 7, SAMPLED, None), (3, 31, 0, SAMPLED, None)),
+]
+
+
+@example(drawn=SCARCE, config=SchedulerConfig(max_batched_tokens=8), spare=9, block_size=16, device=DEVICE)
 @pytest.mark.parametrize("name", ALLOCATORS)
 @settings(max_examples=settings().max_examples // 3)  # of each of six allocators
 @given(
