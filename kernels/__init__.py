@@ -48,7 +48,7 @@ class Kernels(Protocol):
         """Write the KV of new tokens.
 
         key, value: ``[num_tokens, num_kv_heads, head_dim]``.
-        slots: int64 ``[num_tokens]``, distinct.
+        slots: int64 ``[num_tokens]``, distinct; -1 for a token that is not written (padding of a batch).
         """
 
     @staticmethod

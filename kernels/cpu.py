@@ -43,6 +43,10 @@ _LOG2_E = 1 / math.log(2)
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    written = slots.numpy() != -1
+    if not written.all():
+        kept = torch.from_numpy(written)
+        key, value, slots = key[kept], value[kept], slots[kept]
     key_cache.index_copy_(0, slots, key)
     value_cache.index_copy_(0, slots, value)
 

@@ -1,10 +1,11 @@
-"""Memory for pools on the host."""
+"""Memory on the host, and what goes from it to a device."""
 
 import ctypes
 import mmap
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -31,3 +32,10 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
     if stop - start >= _HUGE_PAGE_BYTES:
         _madvise()(start, (stop - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES, advice)
     return tensor
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a small host tensor to the device without making the host wait for the stream; itself on the CPU."""
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

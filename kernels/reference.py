@@ -7,8 +7,9 @@ from kernels.addressing import BaseSlots, BlockTables
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    key_cache[slots] = key
-    value_cache[slots] = value
+    written = slots != -1
+    key_cache[slots[written]] = key[written]
+    value_cache[slots[written]] = value[written]
 
 
 def decode_attention(

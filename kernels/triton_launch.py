@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 # Triton decides at import whether kernels are compiled or interpreted on the CPU (TRITON_INTERPRET=1).
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -43,10 +42,3 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def upload(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a small host tensor to the device without making the host wait for the stream."""
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)

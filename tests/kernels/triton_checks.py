@@ -115,6 +115,7 @@ def check_store(case: AttentionCase, device: str = "cpu") -> None:
     expected = torch.randn(2, *shape).to(case.dtype)
     actual = expected.to(device, copy=True)
     slots = torch.randperm(shape[0])[:num_tokens]
+    slots[1::3] = -1
     reference.store_kv(key, value, expected[0], expected[1], slots)
     triton_data.store_kv(key.to(device), value.to(device), actual[0], actual[1], slots.to(device))
     assert torch.equal(actual.cpu(), expected), case
