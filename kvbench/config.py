@@ -81,6 +81,14 @@ class Layers(Enum):
     lean = "lean"  # kvbench.executors.lean
 
 
+class Decode(Enum):
+    """How the kernels of a step in which every row decodes are issued."""
+
+    auto = "auto"  # graphs where they can be had, else eager
+    graphs = "graphs"  # as one, recorded before the run: kvbench.executors.static_decode
+    eager = "eager"  # one by one, as those of a prefill
+
+
 class Dtype(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -113,6 +121,7 @@ class ExecutorConfig:
     kernels: str = "auto"
     linear: Linear = Linear.auto
     layers: Layers = Layers.auto
+    decode: Decode = Decode.auto
 
 
 @dataclass

@@ -12,10 +12,11 @@ from kvbench import models
 from kvbench.allocator import Allocator, Pool
 from kvbench.backend import Backend
 from kvbench.beam import BeamSearch
-from kvbench.config import Config, DeviceKind, Dtype, Layers, Linear
+from kvbench.config import Config, Decode, DeviceKind, Dtype, Layers, Linear
 from kvbench.errors import ConfigError
 from kvbench.executors import inspection, lean
 from kvbench.executors.packing import OneDNNLinear, PanelLinear, has_bfloat16, pack_linears
+from kvbench.executors.static_decode import CudaGraphs, StaticDecode
 from kvbench.executors.storage import KVStorage
 from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.request import Request
@@ -37,7 +38,9 @@ def validate(cfg: Config) -> None:
         )
     if cfg.model.source == models.GEOMETRY:
         raise ConfigError(f"model: {cfg.model.name} is a shape without weights; use it with executor=roofline")
-    _layers(cfg, _linear(cfg, choose_device(cfg.device.name)), obstacle=None)
+    device = choose_device(cfg.device.name)
+    _layers(cfg, _linear(cfg, device), obstacle=None)
+    _decode(cfg, device)
 
 
 def load(cfg: Config) -> Backend:
@@ -57,13 +60,15 @@ def load(cfg: Config) -> Backend:
         lean.use_lean_layers(model)
     if linear is not Linear.torch:
         pack_linears(model, PanelLinear if linear is Linear.panels else OneDNNLinear)
+    decode = _decode(cfg, device)
     implementation, operations = load_kernels(cfg.executor.kernels, device)
 
     def make(pool: Pool, allocator: Allocator) -> TorchExecutor:
         storage = KVStorage(
             geometry, pool.num_slots, pool.num_host_slots, dtype=dtype, device=device, kernels=operations
         )
-        executor = TorchExecutor(model, storage, operations)
+        static = _record(model, storage, pool, allocator) if decode is Decode.graphs else None
+        executor = TorchExecutor(model, storage, operations, static)
         executor.warm_up(allocator.layout, allocator.block_size)
         return executor
 
@@ -94,6 +99,7 @@ def load(cfg: Config) -> Backend:
             "kernels": implementation,
             "linear": linear.value,
             "layers": layers.value,
+            "decode": decode.value,
             "geometry": asdict(geometry),
         },
     )
@@ -113,12 +119,17 @@ def choose_device(name: str) -> torch.device:
 
 def load_kernels(name: str, device: torch.device) -> tuple[str, kernels.Kernels]:
     """The implementation called ``name`` (``auto``: the device's own), under its own name. Raises ConfigError."""
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "cpu"
+    name = _kernels_name(name, device)
     try:
         return name, kernels.load(name)
     except kernels.KernelsUnavailable as error:
         raise ConfigError(f"executor.kernels: {error}; use auto") from None
+
+
+def _kernels_name(name: str, device: torch.device) -> str:
+    if name != "auto":
+        return name
+    return "triton" if device.type == "cuda" else "cpu"
 
 
 def _linear(cfg: Config, device: torch.device) -> Linear:
@@ -149,6 +160,41 @@ def _layers(cfg: Config, linear: Linear, obstacle: str | None) -> Layers:
     if chosen is Layers.auto:
         return Layers.model if obstacle else Layers.lean
     return chosen
+
+
+def _decode(cfg: Config, device: torch.device) -> Decode:
+    """How the kernels of decode steps are issued. Raises ConfigError where that cannot be had."""
+    chosen, implementation = cfg.executor.decode, _kernels_name(cfg.executor.kernels, device)
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = f"the device is {device.type}, not cuda (device.name)"
+    elif implementation != "triton":
+        obstacle = f"kernels are {implementation}, not triton (executor.kernels)"
+    if chosen is Decode.graphs and obstacle:
+        raise ConfigError(f"executor.decode: graphs cannot be had: {obstacle}; use auto or eager")
+    if chosen is Decode.auto:
+        return Decode.eager if obstacle else Decode.graphs
+    return chosen
+
+
+def _record(model: PreTrainedModel, storage: KVStorage, pool: Pool, allocator: Allocator) -> StaticDecode:
+    """Decode steps as CUDA graphs. Raises ConfigError where the model's cannot be recorded."""
+    try:
+        return StaticDecode(
+            model,
+            storage.kv,
+            storage.kernels,
+            layout=allocator.layout,
+            block_size=allocator.block_size,
+            max_rows=pool.max_rows,
+            max_tokens=pool.max_tokens,
+            record=CudaGraphs(),
+        )
+    except RuntimeError as error:  # a read of the device by the model's code; memory
+        raise ConfigError(
+            f"executor.decode: decode steps of {type(model).__name__} cannot be recorded as CUDA graphs: {error}; "
+            "use executor.decode=eager, or leave more memory beside the pool (pool.size)"
+        ) from error
 
 
 def _eos(model: Any) -> tuple[int, ...]:

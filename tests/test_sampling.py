@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.executors.choice import best_candidates, choose
 from kvbench.request import Request, Sampling
-from kvbench.sampling import best_candidates, choose, uniform
+from kvbench.sampling import uniform
 from tests import tiny_models
 from tests.engine.harness import Setting, serve
 
@@ -38,9 +39,7 @@ def test_uniform_distinguishes_its_keys() -> None:
 def test_a_sampled_token_lies_in_the_nucleus(seed: int, temperature: float, top_p: float) -> None:
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(size=(8, 31)).astype(np.float32)) * 3
-    tokens = choose(
-        logits, torch.full((8,), temperature), torch.full((8,), top_p), torch.from_numpy(rng.random(8))
-    ).tolist()
+    tokens = choose(logits, np.full(8, temperature, np.float32), np.full(8, top_p, np.float32), rng.random(8)).tolist()
     probs = torch.softmax(logits.double() / temperature, -1)
     for row, token in enumerate(tokens):
         more_likely = probs[row][probs[row] > probs[row, token]].sum()
@@ -51,9 +50,9 @@ def test_rows_choose_independently() -> None:
     """Greedy and sampled rows, with and without a nucleus, choose in a batch what they choose alone."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=(6, 50)).astype(np.float32))
-    temperature = torch.tensor([0.0, 1.0, 0.5, 0.0, 2.0, 1.0])
-    top_p = torch.tensor([1.0, 1.0, 0.7, 0.5, 0.9, 0.3])
-    uniforms = torch.from_numpy(rng.random(6))
+    temperature = np.array([0.0, 1.0, 0.5, 0.0, 2.0, 1.0], np.float32)
+    top_p = np.array([1.0, 1.0, 0.7, 0.5, 0.9, 0.3], np.float32)
+    uniforms = rng.random(6)
     together = choose(logits, temperature, top_p, uniforms)
     alone = [choose(logits[[i]], temperature[[i]], top_p[[i]], uniforms[[i]]).item() for i in range(6)]
     assert together.tolist() == alone
@@ -63,8 +62,8 @@ def test_rows_choose_independently() -> None:
 
 def test_the_extremes_of_the_uniform_choose_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).repeat(2, 1)
-    edge = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    assert choose(logits, torch.ones(2), torch.ones(2), edge).tolist() == [1, 2]
+    edge, ones = np.array([0.0, 1 - 2.0**-53]), np.ones(2, np.float32)
+    assert choose(logits, ones, ones, edge).tolist() == [1, 2]
 
 
 def test_best_candidates_are_log_probabilities() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from kernels import BaseSlots, BlockTables, Kernels
 
@@ -81,6 +81,32 @@ class PooledStep:
         """Nothing: what a model may pass was checked at start (:mod:`kvbench.executors.inspection`)."""
 
 
+@dataclass
+class DecodeStep:
+    """Writes the KV of one token per row at ``slots`` (-1: nowhere), then attends. Touches the device alone.
+
+    kv: as in :class:`PooledStep`. slots: int64 ``[rows]``. lengths: int32 ``[rows]``; 0 for a row that is padding.
+    """
+
+    kernels: Kernels
+    kv: Tensor
+    slots: Tensor
+    where: BlockTables | BaseSlots
+    lengths: Tensor
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        keys, values = self.kv[layer, 0], self.kv[layer, 1]
+        self.kernels.store_kv(key, value, keys, values, self.slots)
+        return self.kernels.decode_attention(
+            query, keys, values, self.where, self.lengths, scale=scale, window=window, softcap=softcap
+        )
+
+    def notice(self, extra: dict[str, Any]) -> None:
+        """Nothing, as :class:`PooledStep`."""
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -110,9 +136,15 @@ def _attention(
     return out.unsqueeze(0), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Causality and windows are the kernels' business: no mask is ever built."""
-
-
+# Causality and windows are the kernels' business. An attention function without a mask function of its name gets no
+# mask; with one, even one that returns none, transformers would read positions back from the device at every forward.
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def forward(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, keep: Tensor | int, step: AttentionStep
+) -> Tensor:
+    """Logits of packed tokens, ``[kept, vocab]``. tokens, positions: int64 ``[T]``; keep: which (0: all of them)."""
+    return model(tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, kv_step=step).logits[
+        0
+    ]

@@ -10,28 +10,40 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels import BaseSlots, BlockTables, Kernels
+from kernels.memory import upload
 from kvbench.allocator import Layout
-from kvbench.executors.attention import PooledStep
+from kvbench.executors.attention import PooledStep, forward
+from kvbench.executors.choice import best_candidates, choose
+from kvbench.executors.static_decode import StaticDecode
 from kvbench.executors.storage import KVStorage
+from kvbench.executors.timing import stopwatch
 from kvbench.plan import SampleSpec, StepOutput, StepPlan
-from kvbench.sampling import best_candidates, choose
 
 
 class TorchExecutor:
-    """Runs step plans on ``model``'s device; the clock is the wall clock."""
+    """Runs step plans on ``model``'s device; the clock is the wall clock.
+
+    A step waits for the device once, at its end; swaps to the host wait as well, since the host moves their blocks.
+
+    decode: runs the steps in which every row decodes; None: they are run as prefills are.
+    """
 
     draws_tokens = True
 
-    def __init__(self, model: PreTrainedModel, storage: KVStorage, kernels: Kernels) -> None:
+    def __init__(
+        self, model: PreTrainedModel, storage: KVStorage, kernels: Kernels, decode: StaticDecode | None = None
+    ) -> None:
         self.model = model
         self.storage = storage
         self.kernels = kernels
         self.device = model.device
+        self._decode = decode
         self._start = time.perf_counter()
 
     def warm_up(self, layout: Layout, block_size: int) -> None:
         """Compile and page in what a run uses: a prefill and a decode in the empty pool's first slots."""
-        for num_tokens, num_new in ((2, 2), (3, 1)):
+        paged = layout is Layout.PAGED
+        for num_tokens, num_new in ((2, 2), (2, 1)):
             start = num_tokens - num_new
             self.run(
                 StepPlan(
@@ -45,9 +57,9 @@ class TorchExecutor:
                     slots=np.arange(start, num_tokens),
                     lengths=np.array([num_tokens]),
                     sample=SampleSpec.greedy(1),
-                    block_tables=np.arange(4, dtype=np.int32)[None] if layout is Layout.PAGED else None,
+                    block_tables=np.array([[0, 1]], np.int32)[:, : -(-2 // block_size)] if paged else None,
                     block_size=block_size,
-                    base_slots=None if layout is Layout.PAGED else np.zeros(1, np.int64),
+                    base_slots=None if paged else np.zeros(1, np.int64),
                 )
             )
 
@@ -66,30 +78,27 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        watch = _Stopwatch(self.device)
+        watch = stopwatch(self.device)
         for copies in plan.copies:
             self.storage.copy(copies)
         watch.lap("copy")
-        logits = self._forward(plan)
+        logits = self._logits(plan)
         watch.lap("model")
-        output = self._sample(logits, plan.sample)
+        tokens, log_probs, token_ids = self._sample(logits, plan.sample)
         watch.lap("sample")
         for copies in plan.late_copies:
             self.storage.copy(copies)
         watch.lap("copy")
-        output.seconds = watch.seconds
-        return output
+        seconds = watch.seconds()  # waits for the device: only now have the results arrived
+        return StepOutput(tokens.numpy(), log_probs.numpy(), token_ids.numpy(), seconds)
 
-    def _forward(self, plan: StepPlan) -> Tensor:
+    def _logits(self, plan: StepPlan) -> Tensor:
         """Logits of every row's last token, ``[rows, vocab]``."""
+        if self._decode is not None and plan.num_decode == len(plan.rows):
+            return self._decode.logits(plan)
         ends = np.cumsum(plan.num_new)
-        return self.model(
-            self._upload(plan.tokens.astype(np.int64))[None],
-            position_ids=self._upload(plan.positions)[None],
-            use_cache=False,
-            logits_to_keep=self._upload(ends - 1),
-            kv_step=self._step(plan, ends),
-        ).logits[0]
+        tokens = self._upload(plan.tokens.astype(np.int64))
+        return forward(self.model, tokens, self._upload(plan.positions), self._upload(ends - 1), self._step(plan, ends))
 
     def _step(self, plan: StepPlan, ends: NDArray[np.int64]) -> PooledStep:
         split = plan.num_decode
@@ -113,40 +122,25 @@ class TorchExecutor:
         assert plan.base_slots is not None
         return BaseSlots(self._upload(plan.base_slots[rows]))
 
-    def _sample(self, logits: Tensor, spec: SampleSpec) -> StepOutput:
-        tokens = np.empty(0, np.int64)
-        log_probs, token_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
+    def _sample(self, logits: Tensor, spec: SampleSpec) -> tuple[Tensor, Tensor, Tensor]:
+        """The step's tokens, log probabilities and token ids (see StepOutput), on their way to the host."""
+        tokens, token_ids = torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.int64)
+        log_probs = torch.empty(0, 0)
         if len(spec.rows):
-            picked = choose(
-                logits[self._upload(spec.rows)],
-                self._upload(spec.temperature),
-                self._upload(spec.top_p),
-                self._upload(spec.uniforms),
-            )
-            tokens = picked.cpu().numpy()
+            tokens = choose(self._select(logits, spec.rows), spec.temperature, spec.top_p, spec.uniforms)
         if len(spec.beam_rows):
-            best, ids = best_candidates(logits[self._upload(spec.beam_rows)], spec.num_candidates)
-            log_probs, token_ids = best.cpu().numpy(), ids.cpu().numpy()
-        return StepOutput(tokens, log_probs, token_ids)
+            log_probs, token_ids = best_candidates(self._select(logits, spec.beam_rows), spec.num_candidates)
+        return _fetch(tokens), _fetch(log_probs), _fetch(token_ids)
+
+    def _select(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        if np.array_equal(rows, np.arange(len(logits))):
+            return logits
+        return logits[self._upload(rows)]
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return upload(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
 
-class _Stopwatch:
-    """Seconds by part; waits for the device at each lap, so that parts are truly separate."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds: dict[str, float] = {}
-        self._last = self._read()
-
-    def _read(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        now = self._read()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-        self._last = now
+def _fetch(results: Tensor) -> Tensor:
+    """Begin a copy to page-locked memory of the host."""
+    return results.to("cpu", non_blocking=True)

@@ -1,6 +1,7 @@
 """Serving a handful of requests on a model, and what ``transformers`` says the tokens should be."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvbench.config import Preemption, Reservation, SchedulerConfig
 from kvbench.engine import Engine
 from kvbench.executors.inspection import inspect
 from kvbench.executors.lean import use_lean_layers
+from kvbench.executors.static_decode import Action, StaticDecode
 from kvbench.executors.storage import KVStorage
 from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.group import Group
@@ -28,6 +30,7 @@ from kvbench.request import Request
 from kvbench.reservation import kv_tokens, reserved_tokens
 from kvbench.scheduler import Scheduler
 from kvbench.sequences import SequenceTable
+from tests.engine.tape import Tape
 
 ALLOCATORS = {
     "static": (StaticAllocator, Reservation.max),
@@ -38,6 +41,14 @@ ALLOCATORS = {
     "paged_swap": (PagedSwapAllocator, Reservation.max),
     "paged_prefix": (PagedPrefixAllocator, Reservation.max),
 }
+
+
+Record = Callable[[Action], Action]
+
+
+def as_it_is(action: Action) -> Action:
+    """Runs a step's operations one by one, on its fixed tensors."""
+    return action
 
 
 @dataclass
@@ -53,6 +64,7 @@ class Setting:
     force_preemption_every: int = 0
     implementation: str = "cpu"
     lean: bool = False
+    record: Record | None = None  # decode on fixed tensors, in steps recorded by this
     options: dict[str, Any] | None = None
 
 
@@ -85,7 +97,8 @@ def serve(
         device=model.device,
         kernels=operations,
     )
-    executor = TorchExecutor(model, storage, operations)
+    decode = static_decode(model, storage, allocator, setting.record) if setting.record else None
+    executor = TorchExecutor(model, storage, operations, decode)
     table = SequenceTable(pool.max_rows, pool.max_tokens)
     config = SchedulerConfig(
         preemption=setting.preemption, force_preemption_every=setting.force_preemption_every, max_batched_tokens=200
@@ -96,6 +109,24 @@ def serve(
     groups = [make_group(request, allocator, policy, setting.max_tokens, eos) for request in requests]
     end_s = engine.run(groups)
     return Served(groups, recorder, allocator, end_s)
+
+
+def static_decode(
+    model: PreTrainedModel,
+    storage: KVStorage,
+    allocator: Allocator,
+    record: Record,
+) -> StaticDecode:
+    return StaticDecode(
+        model,
+        storage.kv,
+        record.kernels if isinstance(record, Tape) else storage.kernels,
+        layout=allocator.layout,
+        block_size=allocator.block_size,
+        max_rows=allocator.pool.max_rows,
+        max_tokens=allocator.pool.max_tokens,
+        record=record,
+    )
 
 
 def make_group(request: Request, allocator: Allocator, policy: Reservation, limit: int, eos: tuple[int, ...]) -> Group:
