@@ -56,9 +56,8 @@ class Scene:
             count = int(self.allocator.num_tokens([row])[0])
             slots = self.allocator.slots(np.full(count, row), np.arange(count))
             shape = (*self.storage.kv.shape[:2], count, *self.storage.kv.shape[3:])
-            self.storage.kv[:, :, slots] = torch.from_numpy(self.rng.normal(size=shape).astype(np.float32)).to(
-                self.model.device
-            )
+            written = torch.from_numpy(self.rng.normal(size=shape).astype(np.float32))
+            self.storage.kv[:, :, slots] = written.to(self.model.device)
 
     def replace_rows(self, count: int) -> None:
         """Some rows end, others begin in their places."""

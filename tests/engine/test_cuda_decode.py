@@ -89,6 +89,7 @@ def test_a_step_waits_for_its_end_alone(allocator: str) -> None:
     """The wait for an event, which ends a step, is the one that torch does not count as a synchronisation."""
     scene = Scene(allocator, device="cuda")
     executor = TorchExecutor(scene.model, scene.storage, scene.operations, scene.static(CudaGraphs()))
+    executor.warm_up(scene.allocator.layout, scene.allocator.block_size)
     outputs = []
     for repeat in range(2):  # the first compiles what samples
         plan = scene.step(5)
