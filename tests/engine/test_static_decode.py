@@ -8,18 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kernels
 from kvbench import torch_backend
 from kvbench.allocator import Layout
 from kvbench.config import Config, Decode
 from kvbench.errors import ConfigError
-from kvbench.executors.static_decode import bucket_sizes
+from kvbench.executors.attention import NAME
+from kvbench.executors.static_decode import Action, bucket_sizes
 from kvbench.executors.torch_executor import TorchExecutor
+from tests import tiny_models
 from tests.engine.harness import Setting, as_it_is, serve
 from tests.engine.scene import LAYOUTS, MAX_ROWS, Scene, every_kind_of_pick
 from tests.engine.tape import NoReads, Tape
 from tests.engine.test_same_tokens import check, check_conservation, family, name_of, undisturbed
+from tests.test_cli import TINY, Cli, run  # noqa: F401
 from tests.tiny_models import FAMILIES
 
 SETTINGS = [
@@ -81,12 +85,12 @@ def test_earlier_steps_leave_no_trace(allocator: str, seed: int, counts: list[in
 
 
 def test_no_kv_is_written_for_padding() -> None:
-    """Three rows in a bucket of four change three slots."""
+    """A runner that starts changes no slot, three rows in a bucket of four change three."""
     for allocator in LAYOUTS:
         scene = Scene(allocator)
+        before = scene.storage.kv.clone()
         static = scene.static()
         plan = scene.step(3)
-        before = scene.storage.kv.clone()
         with torch.inference_mode():
             static.logits(plan)
         changed = (scene.storage.kv.nan_to_num(7.0) != before.nan_to_num(7.0)).flatten(3).any(-1).flatten(0, 1)
@@ -151,6 +155,37 @@ def test_a_prefill_reads_nothing_back(name: str) -> None:
     scene = Scene("paged", model=name)
     with NoReads():
         TorchExecutor(scene.model, scene.storage, scene.operations).warm_up(Layout.PAGED, 4)
+
+
+def test_a_model_that_reads_back_is_noticed() -> None:
+    """RoPE whose frequencies follow the longest position looks at it in every step."""
+    dynamic = LlamaConfig(
+        **tiny_models.GROUPED, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    )
+    scene = Scene("paged")
+    scene.model = AutoModelForCausalLM.from_config(dynamic, attn_implementation=NAME).eval()
+    with pytest.raises(AssertionError, match="makes the host wait"):
+        scene.static(Tape(scene.operations))
+
+
+def test_a_model_that_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(action: Action) -> Action:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch_backend, "CudaGraphs", lambda: refuse)
+    scene = Scene("paged")
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be recorded .*: operation not .*decode=eager"):
+        torch_backend._record(scene.model, scene.storage, scene.allocator.pool, scene.allocator)
+
+
+def test_the_command_decodes_on_fixed_tensors(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """All that the setting changes but the recording itself."""
+    monkeypatch.setattr(torch_backend, "CudaGraphs", lambda: as_it_is)
+    monkeypatch.setattr(torch_backend, "_decode", lambda cfg, device: cfg.executor.decode)
+    code, out, err = run(*TINY, "-m", "executor.kernels=cpu", "executor.decode=eager,graphs", "allocator=static,paged")
+    assert code == 0, err
+    assert "identical in all 4 runs" in out
+    assert sorted(record.record["decode"] for record in run.runs()) == ["eager", "eager", "graphs", "graphs"]
 
 
 def test_choice() -> None:
