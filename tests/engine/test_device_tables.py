@@ -79,7 +79,7 @@ class Tables(RuleBasedStateMachine):
 
 
 TestTables = Tables.TestCase
-TestTables.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestTables.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
 def test_a_row_is_sent_when_it_takes_a_block() -> None:
