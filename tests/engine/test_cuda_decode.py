@@ -14,10 +14,10 @@ from kvbench.config import Preemption
 from kvbench.executors.static_decode import CudaGraphs
 from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.request import Request
+from tests.cli import Cli
 from tests.engine.harness import Served, Setting, serve
 from tests.engine.scene import LAYOUTS, MAX_ROWS, Scene, every_kind_of_pick
 from tests.engine.test_same_tokens import TIE, name_of, workload
-from tests.test_cli import Cli, run  # noqa: F401
 from tests.tiny_models import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -116,7 +116,7 @@ def test_the_parts_of_a_step_sum_to_it() -> None:
     assert 0.3 * elapsed < sum(seconds.values()) <= elapsed
 
 
-def test_the_command_records_what_it_used(run: Cli) -> None:  # noqa: F811
+def test_the_command_records_what_it_used(run: Cli) -> None:
     common = ("model=tiny", "device=cuda", "workload.num_requests=6", "workload.chat_template=false")
     common += ("workload.output_tokens=8", "pool.size=4MiB", "measure.progress=false", "-m", "debug.audit=true")
     code, out, err = run(*common, "executor.decode=eager,auto")

@@ -19,11 +19,12 @@ from kvbench.executors.attention import NAME
 from kvbench.executors.static_decode import Action, bucket_sizes
 from kvbench.executors.torch_executor import TorchExecutor
 from tests import tiny_models
+from tests.cli import Cli
 from tests.engine.harness import Setting, as_it_is, serve
 from tests.engine.scene import LAYOUTS, MAX_ROWS, Scene, every_kind_of_pick
 from tests.engine.tape import NoReads, Tape
 from tests.engine.test_same_tokens import check, check_conservation, family, name_of, undisturbed
-from tests.test_cli import TINY, Cli, run  # noqa: F401
+from tests.test_cli import TINY
 from tests.tiny_models import FAMILIES
 
 SETTINGS = [
@@ -178,7 +179,7 @@ def test_a_model_that_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPa
         torch_backend._record(scene.model, scene.storage, scene.allocator.pool, scene.allocator)
 
 
-def test_the_command_decodes_on_fixed_tensors(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_the_command_decodes_on_fixed_tensors(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the setting changes but the recording itself."""
     monkeypatch.setattr(torch_backend, "CudaGraphs", lambda: as_it_is)
     monkeypatch.setattr(torch_backend, "_decode", lambda cfg, device: cfg.executor.decode)
