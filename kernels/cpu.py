@@ -23,23 +23,18 @@ Prefill
 A kernel compiles in 1 to 3 s for each (head_dim, group, dtype, softcap or not); numba keeps it on disk.
 """
 
-import ctypes
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_vectors, cpu_work
+from kernels import cpu_attention, cpu_program, cpu_vectors, cpu_work
 from kernels.addressing import BaseSlots, BlockTables
-from kernels.openmp import parallel
 
-_KINDS = {
+KINDS = {
     torch.float32: cpu_vectors.FLOAT32,
     torch.bfloat16: cpu_vectors.BFLOAT16,
     torch.float16: cpu_vectors.FLOAT16,
 }
-_LOG2_E = 1 / math.log(2)
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -111,78 +106,60 @@ def _attention(
 ) -> Tensor:
     """Decode is a prefill of one token per sequence; see ``Kernels.prefill_attention``."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    table, table_width, block_size = _address_form(where)
-    _check(query, key_cache, value_cache, table, query_starts, lengths, out)
+    check(key_cache, value_cache, where, query_starts, lengths)
+    _check_query(query, key_cache, query_starts, out)
     num_slots, num_kv_heads, head_dim = key_cache.shape
     num_query_heads = query.shape[1]
     if out.numel() == 0:
         return out
     query = query.float().contiguous()
     result = out if out.dtype == torch.float32 else torch.empty_like(query)
-    pieces = cpu_work.plan(query_starts, lengths.numpy(), window)
-    num_partials = int(pieces[-1, cpu_work.PARTIAL] + pieces[-1, cpu_work.NUM_QUERIES])
-    partial = torch.empty(num_partials * num_query_heads * head_dim)
-    state = torch.empty(num_partials * num_query_heads * 2)
-    arguments = cpu_work.Arguments(
-        query=query.data_ptr(),
-        key=key_cache.data_ptr(),
-        value=value_cache.data_ptr(),
-        tables=table.data_ptr(),
-        output=result.data_ptr(),
-        pieces=pieces.ctypes.data,
-        partial=partial.data_ptr(),
-        state=state.data_ptr(),
-        num_pieces=len(pieces),
-        table_width=table_width,
-        block_size=block_size,
-        num_slots=num_slots,
-        num_kv_heads=num_kv_heads,
-        window=window,
-        scale=scale / softcap if softcap > 0 else scale * _LOG2_E,
-        softcap=softcap * _LOG2_E,
-    )
-    address = ctypes.addressof(arguments)
-    arguments.counter = address + cpu_work.Arguments.next_piece.offset
-    kind, group = _KINDS[key_cache.dtype], num_query_heads // num_kv_heads
+    arguments = np.zeros((), cpu_work.ARGUMENTS)
+    arguments["query"], arguments["output"] = query.data_ptr(), result.data_ptr()
+    arguments["key"], arguments["value"] = key_cache.data_ptr(), value_cache.data_ptr()
+    arguments["num_slots"], arguments["num_kv_heads"] = num_slots, num_kv_heads
+    arguments["scale"] = scale / softcap if softcap > 0 else scale * cpu_work.LOG2_E
+    arguments["softcap"] = softcap * cpu_work.LOG2_E
+    num_pieces, memory = cpu_work.describe(arguments, where, query_starts, lengths, window, num_query_heads, head_dim)
+    kind, group = KINDS[key_cache.dtype], num_query_heads // num_kv_heads
     kernel = cpu_attention.kernel(head_dim, group, kind, int(softcap > 0))
-    parallel(kernel.ctypes, address, min(torch.get_num_threads(), len(pieces)))
-    if arguments.invalid:
+    cpu_program.run_one(kernel.address, arguments.ctypes.data, num_pieces, torch.get_num_threads())
+    del memory
+    if arguments["invalid"]:
         raise IndexError("a block table or base slot names slots outside the pool")
     return out if result is out else out.copy_(result)
 
 
-def _address_form(where: BlockTables | BaseSlots) -> tuple[Tensor, int, int]:
-    """Table of addresses, its width, block size (0: contiguous)."""
+def check(
+    key_cache: Tensor, value_cache: Tensor, where: BlockTables | BaseSlots, query_starts: np.ndarray, lengths: Tensor
+) -> None:
+    """Raise ValueError on caches or sequences that the kernel, which follows raw addresses, cannot rely on."""
     if isinstance(where, BlockTables):
         _require(where.block_size >= 1, "block_size must be at least 1")
         _require(where.tables.dtype == torch.int32 and where.tables.dim() == 2, "tables must be int32 [n, m]")
-        return where.tables, where.tables.shape[1], where.block_size
-    _require(where.bases.dtype == torch.int64 and where.bases.dim() == 1, "bases must be int64 [n]")
-    return where.bases, 0, 0
-
-
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    table: Tensor,
-    query_starts: np.ndarray,
-    lengths: Tensor,
-    out: Tensor,
-) -> None:
-    """The kernel follows raw addresses: everything that it relies on is checked here or in the kernel."""
-    _require(key_cache.dtype in _KINDS, f"dtype {key_cache.dtype}: use float32, bfloat16 or float16")
-    _require(query.dtype == value_cache.dtype == out.dtype == key_cache.dtype, "tensors differ in dtype")
-    _require(key_cache.is_cpu and value_cache.is_cpu and query.is_cpu, "kernels 'cpu' need CPU tensors")
+    else:
+        _require(where.bases.dtype == torch.int64 and where.bases.dim() == 1, "bases must be int64 [n]")
+    table, _, _ = cpu_work.address_form(where)
+    _require(table.is_contiguous(), "tables and bases must be contiguous")
+    _require(key_cache.dtype in KINDS, f"dtype {key_cache.dtype}: use float32, bfloat16 or float16")
+    _require(key_cache.dtype == value_cache.dtype, "tensors differ in dtype")
+    _require(key_cache.is_cpu and value_cache.is_cpu, "kernels 'cpu' need CPU tensors")
     _require(key_cache.is_contiguous() and value_cache.is_contiguous(), "caches must be contiguous")
-    _require(table.is_contiguous() and out.is_contiguous(), "tables, bases and out must be contiguous")
-    _require(key_cache.shape == value_cache.shape and out.shape == query.shape, "shapes differ")
-    _, num_kv_heads, head_dim = key_cache.shape
-    _, num_query_heads, query_dim = query.shape
-    _require(query_dim == head_dim and head_dim % 8 == 0, f"head_dim {head_dim} must be a multiple of 8")
-    _require(num_query_heads % num_kv_heads == 0, "num_query_heads must be a multiple of num_kv_heads")
+    _require(key_cache.shape == value_cache.shape, "shapes differ")
+    _require(key_cache.shape[2] % 8 == 0, f"head_dim {key_cache.shape[2]} must be a multiple of 8")
     _require(lengths.dtype == torch.int32, "lengths must be int32")
     _require(len(table) == len(lengths) == len(query_starts) - 1, "one row per sequence")
+
+
+def _check_query(query: Tensor, key_cache: Tensor, query_starts: np.ndarray, out: Tensor) -> None:
+    _, num_kv_heads, head_dim = key_cache.shape
+    _, num_query_heads, query_dim = query.shape
+    _require(query.is_cpu and out.is_cpu, "kernels 'cpu' need CPU tensors")
+    _require(query.dtype == out.dtype == key_cache.dtype, "tensors differ in dtype")
+    _require(out.is_contiguous(), "out must be contiguous")
+    _require(query_dim == head_dim, f"head_dim {query_dim} is not the caches' {head_dim}")
+    _require(out.shape == query.shape, "shapes differ")
+    _require(num_query_heads % num_kv_heads == 0, "num_query_heads must be a multiple of num_kv_heads")
     _require(query_starts[0] == 0 and query_starts[-1] == len(query), "query_starts must cover the query")
 
 

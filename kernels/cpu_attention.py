@@ -27,6 +27,7 @@ from kernels.cpu_steps import (
 )
 from kernels.cpu_vectors import ITEM_BYTES
 from kernels.cpu_work import (
+    ARGUMENTS,
     COLUMNS,
     COUNT,
     FIRST,
@@ -38,38 +39,37 @@ from kernels.cpu_work import (
     START,
     STOP,
     UNFINISHED,
-    Arguments,
 )
 
 _TOUCHED_ROWS = 2  # one row in so many of the next tile is asked for early
 
-_ENTRY = types.void(types.CPointer(from_dtype(np.dtype(Arguments))))
+_ENTRY = types.void(types.CPointer(from_dtype(ARGUMENTS)), types.int64, types.int64)
 _MODULES = (cpu_steps, cpu_vectors, cpu_work)
 _SOURCES = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in _MODULES))
 
 
 @functools.cache
 def kernel(head_dim: int, group: int, kind: int, capped: int):
-    """Attention for one head shape, kind of cache element, and use of the softcap: a numba cfunc."""
+    """Attention for one head shape, kind of cache element, and use of the softcap: an operation's function.
+
+    Its items are pieces.
+    """
     sources = _SOURCES
 
     @cfunc(_ENTRY, cache=True)
-    def attend(arguments):
+    def attend(arguments, item, ahead):
         _ = sources  # a cell of this closure, thus in numba's cache key, which covers this file only
         work = carray(arguments, (1,))[0]
         rows = np.empty((2, TILE), np.int64)
         scores = np.empty(group * TILE, np.float32)
         rescale = np.empty(group, np.float32)
-        while True:
-            taken = fetch_add(work.counter, 1)
-            if taken >= work.num_pieces:
-                return
-            piece = int64_pointer(work.pieces + taken * COLUMNS * 8)
-            _clear(work, piece, head_dim, group)
-            _attend_piece(work, piece, rows, scores, rescale, head_dim, group, kind, capped)
-            first = work.pieces + piece[FIRST] * COLUMNS * 8
-            if fetch_add(first + UNFINISHED * 8, -1) == 1:
-                _merge(work, int64_pointer(first), head_dim, group)
+        piece = int64_pointer(work.pieces + item * COLUMNS * 8)
+        _clear(work, piece, head_dim, group)
+        _attend_piece(work, piece, rows, scores, rescale, head_dim, group, kind, capped)
+        first = int64_pointer(work.pieces + piece[FIRST] * COLUMNS * 8)
+        if fetch_add(work.pieces + (piece[FIRST] * COLUMNS + UNFINISHED) * 8, -1) == 1:
+            _merge(work, first, head_dim, group)
+            first[UNFINISHED] = first[COUNT]  # for the next layer, which has the same pieces
 
     return attend
 

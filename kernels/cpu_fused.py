@@ -1,121 +1,139 @@
 # mypy: disable-error-code="call-arg, var-annotated"
 # (numba's decorators change signatures in ways that its stubs do not tell)
-"""What a decoder layer does between its products, each in one pass over a few rows that are in the caches.
+"""What a decoder layer does between its products, as operations of :mod:`kernels.cpu_program` over rows.
 
-Arguments are numpy arrays over the tensors' memory (:func:`array`), C-contiguous and all of one dtype:
-float32, or bfloat16 as its bits in uint16. A wrapped tensor serves many calls, and a call costs about 1 us.
-Everything is computed in float32 and rounded once, to nearest even; only the sum of squares in a norm is free
-in its order. A row's result depends neither on the other rows nor on the number of threads, which is one.
+Everything is float32, but for the KV that is stored: rounded once, to nearest even. A sum of squares is free in its
+order. A row's result depends neither on the other rows nor on the number of threads.
 """
 
+import functools
 import math
+import zlib
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from numba import njit, types
-from numba.extending import overload
-from numpy.typing import NDArray
-from torch import Tensor
+from numba import carray, cfunc, from_dtype, njit, types
+
+from kernels import cpu_steps
+from kernels.cpu_steps import float32_pointer, int64_pointer, pointer_to
+from kernels.cpu_vectors import FLOAT32, ITEM_BYTES
+
+# Fields without a remark are addresses of contiguous float32 arrays.
+NORM = np.dtype(
+    [
+        ("x", np.int64),  # [n, size]
+        ("weight", np.int64),  # [size]
+        ("output", np.int64),  # [n, size]
+        ("size", np.int64),  # a number
+        ("epsilon", np.float32),  # a number
+        ("unused", np.float32),
+    ]
+)
+ROTATION = np.dtype(
+    [
+        ("qkv", np.int64),  # [n, num_query_heads + 2 * num_kv_heads, head_dim]
+        ("cos", np.int64),  # [n, head_dim]
+        ("sin", np.int64),  # [n, head_dim]
+        ("query", np.int64),  # out, [n, num_query_heads, head_dim]
+        ("key", np.int64),  # out, [num_slots, num_kv_heads, head_dim], of ``kind``
+        ("value", np.int64),  # out, like key
+        ("slots", np.int64),  # int64 [n]
+        ("num_query_heads", np.int64),  # a number, as are all that follow
+        ("num_kv_heads", np.int64),
+        ("head_dim", np.int64),
+        ("kind", np.int64),  # of key and value: FLOAT32 | BFLOAT16
+    ]
+)
+
+_uint16_pointer = pointer_to(types.uint16)
+_SOURCES = zlib.crc32(Path(str(cpu_steps.__file__)).read_bytes())
 
 
-def array(tensor: Tensor) -> NDArray:
-    """The memory of a contiguous CPU tensor, float32 or bfloat16, as these functions take it."""
-    if tensor.dtype not in (torch.float32, torch.bfloat16) or not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(f"expected a contiguous float32 or bfloat16 tensor on the CPU, got {tensor.dtype}")
-    tensor = tensor.detach()
-    return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
+def _entry(arguments: np.dtype) -> Any:
+    return types.void(types.CPointer(from_dtype(arguments)), types.int64, types.int64)
 
 
-@njit(cache=True)
-def rms_norm(x, weight, epsilon, out):
-    """``out = weight * x / sqrt(mean(x ** 2) + epsilon)`` by row; x, out: ``[n, size]``; weight: ``[size]``."""
-    if x.shape != out.shape or x.shape[1] != len(weight):
-        raise ValueError("rms_norm: shapes differ")
-    for row in range(len(x)):
-        _normalise(x[row], weight, epsilon, out[row])
+@functools.cache
+def rms_norm() -> Any:
+    """The function of ``output = weight * x / sqrt(mean(x ** 2) + epsilon)`` over NORM; items are rows."""
+    sources = _SOURCES
+
+    @cfunc(_entry(NORM), cache=True)
+    def norm(arguments, row, ahead):
+        _ = sources  # a cell of this closure, thus in numba's cache key, which covers this file only
+        work = carray(arguments, (1,))[0]
+        offset = row * work.size * 4
+        x, weight = float32_pointer(work.x + offset), float32_pointer(work.weight)
+        output = float32_pointer(work.output + offset)
+        mean = _sum_of_squares(x, work.size) / np.float32(work.size)
+        scale = np.float32(1) / np.float32(math.sqrt(mean + work.epsilon))
+        for i in range(work.size):
+            output[i] = weight[i] * (x[i] * scale)
+
+    return norm
 
 
-@njit(cache=True)
-def add_rms_norm(residual, x, weight, epsilon, out):
-    """``residual += x``, then :func:`rms_norm` of it. residual, x, out: ``[n, size]``; weight: ``[size]``."""
-    if residual.shape != x.shape or x.shape != out.shape or x.shape[1] != len(weight):
-        raise ValueError("add_rms_norm: shapes differ")
-    for row in range(len(x)):
-        for i in range(x.shape[1]):
-            total = _load(residual[row, i]) + _load(x[row, i])
-            residual[row, i] = _rounded(total, x[row, i])
-        _normalise(residual[row], weight, epsilon, out[row])
+@functools.cache
+def rotate_and_store() -> Any:
+    """The function of the rotation of queries and keys, and of the storing of keys and values, over ROTATION.
 
-
-@njit(cache=True)
-def rotary(heads, num_rotated, cos, sin):
-    """Rotate the first heads of every token in place, pairing element ``i`` with ``i + head_dim / 2``.
-
-    heads: ``[n, num_heads, head_dim]``. num_rotated: heads per token, the others stay. cos, sin: ``[n, head_dim]``.
+    Element ``i`` of a head pairs with ``i + head_dim / 2``. Items are tokens.
     """
-    num_tokens, num_heads, head_dim = heads.shape
-    if cos.shape != (num_tokens, head_dim) or sin.shape != cos.shape or num_rotated > num_heads or head_dim % 2:
-        raise ValueError("rotary: shapes differ")
-    half = head_dim // 2
-    for token in range(num_tokens):
-        c, s = cos[token], sin[token]
-        for head in range(num_rotated):
-            first, second = heads[token, head, :half], heads[token, head, half:]
-            for i in range(half):
-                a, b = _load(first[i]), _load(second[i])
-                low = a * _load(c[i]) - b * _load(s[i])
-                high = b * _load(c[half + i]) + a * _load(s[half + i])
-                first[i], second[i] = _rounded(low, first[i]), _rounded(high, first[i])
+    sources = _SOURCES
 
+    @cfunc(_entry(ROTATION), cache=True)
+    def rotate(arguments, token, ahead):
+        _ = sources
+        work = carray(arguments, (1,))[0]
+        head_bytes, stored_bytes = work.head_dim * 4, work.head_dim * ITEM_BYTES[work.kind]
+        cos, sin = float32_pointer(work.cos + token * head_bytes), float32_pointer(work.sin + token * head_bytes)
+        source = work.qkv + token * (work.num_query_heads + 2 * work.num_kv_heads) * head_bytes
+        query = work.query + token * work.num_query_heads * head_bytes
+        for head in range(work.num_query_heads):
+            _rotate_head(float32_pointer(source), cos, sin, query + head * head_bytes, work.head_dim, FLOAT32)
+            source += head_bytes
+        row = int64_pointer(work.slots)[token] * work.num_kv_heads * stored_bytes
+        for head in range(work.num_kv_heads):
+            key = work.key + row + head * stored_bytes
+            _rotate_head(float32_pointer(source), cos, sin, key, work.head_dim, work.kind)
+            source += head_bytes
+        values = float32_pointer(source)
+        for i in range(work.num_kv_heads * work.head_dim):
+            _store(values[i], work.value + row, i, work.kind)
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """``out = silu(gate) * up``. gate_up: ``[n, 2 * size]``, gate first; out: ``[n, size]``. Rounded twice.
-
-    By torch, whose exponential is vectorised where numba's is a call for every element.
-    """
-    gate, up = gate_up.chunk(2, dim=1)
-    torch.ops.aten.silu.out(gate, out=out)
-    out.mul_(up)
+    return rotate
 
 
 @njit
-def _normalise(x, weight, epsilon, out):
-    mean = _sum_of_squares(x) / np.float32(len(x))
-    scale = np.float32(1) / np.float32(math.sqrt(mean + np.float32(epsilon)))
-    for i in range(len(x)):
-        out[i] = _rounded(_load(weight[i]) * (_load(x[i]) * scale), x[i])
+def _rotate_head(x, cos, sin, output, head_dim, kind):
+    half = head_dim // 2
+    for i in range(half):
+        a, b = x[i], x[half + i]
+        _store(a * cos[i] - b * sin[i], output, i, kind)
+        _store(b * cos[half + i] + a * sin[half + i], output, half + i, kind)
+
+
+@njit
+def _store(value, address, index, kind):
+    """Element ``index`` of FLOAT32 or BFLOAT16 from ``address`` becomes a float32, rounded."""
+    if kind == FLOAT32:
+        float32_pointer(address)[index] = value
+    else:
+        _uint16_pointer(address)[index] = _to_bfloat16(value)
 
 
 @njit(fastmath={"reassoc"})  # else the additions wait for each other, one at a time
-def _sum_of_squares(x):
+def _sum_of_squares(x, size):
     total = np.float32(0)
-    for i in range(len(x)):
-        total += _load(x[i]) * _load(x[i])
+    for i in range(size):
+        total += x[i] * x[i]
     return total
 
 
-def _load(element):
-    """An element as float32."""
-
-
-@overload(_load)
-def _overload_load(element):
-    if element is types.uint16:
-        return lambda element: np.uint32(np.uint32(element) << np.uint32(16)).view(np.float32)
-    return lambda element: element
-
-
-def _rounded(value, like):
-    """A float32 as an element of the type of ``like``."""
-
-
-@overload(_rounded)
-def _overload_rounded(value, like):
-    return _to_bfloat16 if like is types.uint16 else lambda value, like: value
-
-
-def _to_bfloat16(value, like):
-    # NaN needs no care: made from bfloat16 its lower bits are zero, and rounding carries nothing upwards.
+@njit
+def _to_bfloat16(value):
     bits = np.float32(value).view(np.uint32)
     even = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
+    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)

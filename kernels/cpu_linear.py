@@ -26,7 +26,6 @@ A row's result depends neither on the other rows of the batch nor on the number 
 A kernel compiles in about 2 s for each pair of dtypes; numba keeps it on disk.
 """
 
-import ctypes
 import functools
 import zlib
 from pathlib import Path
@@ -34,70 +33,82 @@ from pathlib import Path
 import numpy as np
 import torch
 from numba import carray, cfunc, from_dtype, njit, types
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels import cpu_steps, cpu_tiles, cpu_vectors
-from kernels.cpu_steps import fetch_add, int16_pointer
-from kernels.cpu_tiles import LANES, PANEL, TILE_ROWS, multiply_tile
-from kernels.cpu_vectors import ITEM_BYTES
-from kernels.openmp import parallel
+from kernels import cpu_program, cpu_steps, cpu_tiles, cpu_vectors
+from kernels.cpu_steps import float32_pointer, int16_pointer, scratch
+from kernels.cpu_tiles import LANES, PANEL, TILE_ROWS, gate_row, multiply_tile, round_row
+from kernels.cpu_vectors import BFLOAT16, FLOAT32, ITEM_BYTES
 
-_KINDS = {torch.float32: cpu_vectors.FLOAT32, torch.bfloat16: cpu_vectors.BFLOAT16}
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
+_TILE_BYTES = TILE_ROWS * PANEL * 4
 
-class _Arguments(ctypes.Structure):
-    """What the kernel is given: addresses of contiguous arrays, then numbers."""
+# What becomes of the sums.
+STORE, ADD = range(2)  # to be the output | to be added to it, which is float32
 
-    _fields_ = [
-        ("weight", ctypes.c_int64),  # [num_panels, depth, PANEL], see multiply_tile
-        ("bias", ctypes.c_int64),  # float32 [num_panels * PANEL]
-        ("x", ctypes.c_int64),  # float32 [num_rows, depth]
-        ("output", ctypes.c_int64),  # [num_rows, num_columns]
-        ("counter", ctypes.c_int64),  # int64: the field next_panel
-        ("num_rows", ctypes.c_int64),
-        ("num_columns", ctypes.c_int64),
-        ("num_panels", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("next_panel", ctypes.c_int64),
+ARGUMENTS = np.dtype(
+    [
+        ("weight", np.int64),  # address of [num_panels, depth, PANEL], see multiply_tile
+        ("bias", np.int64),  # address of float32 [num_panels * PANEL]
+        ("x", np.int64),  # address of float32 [num_rows, depth]
+        ("output", np.int64),  # address of [num_rows, num_columns]
+        ("num_rows", np.int64),
+        ("num_columns", np.int64),
+        ("num_panels", np.int64),
+        ("depth", np.int64),
+        ("is_gated", np.int64),  # panels hold LANES columns of a gate and of what it gates
+        ("out_kind", np.int64),  # FLOAT32 | BFLOAT16
+        ("finish", np.int64),  # STORE | ADD
+        ("following", np.int64),  # address of the panels to prefetch after the last one
+        ("following_bytes", np.int64),  # of one of them
     ]
+)
 
 
 class PackedWeight:
     """A copy of a linear layer's weight and bias, laid out for :func:`linear`.
 
     weight: float32 or bfloat16 ``[out_features, in_features]``, kept in its dtype. bias: ``[out_features]``.
-    Raises ValueError on other weights.
+    is_gated: the first half of the rows makes a gate for the second, and the result is ``silu(first) * second``,
+    of half as many features. Raises ValueError on other weights.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, is_gated: bool = False) -> None:
         if weight.dtype not in _KINDS or weight.dim() != 2 or weight.numel() == 0:
             raise ValueError(f"weight must be a float32 or bfloat16 matrix, got {weight.dtype} {tuple(weight.shape)}")
-        self.out_features, self.in_features = weight.shape
+        if is_gated and len(weight) % 2:
+            raise ValueError(f"a gated weight must have an even number of rows, got {len(weight)}")
+        self.in_features = weight.shape[1]
+        self.out_features = len(weight) // (1 + is_gated)
         self.kind = _KINDS[weight.dtype]
-        self._panels = _panels(weight.detach())
-        self._bias = torch.zeros(len(self._panels) * PANEL)
-        if bias is not None:
-            self._bias[: self.out_features] = bias.detach()
-        self._template = _Arguments(
-            weight=self._panels.data_ptr(),
-            bias=self._bias.data_ptr(),
-            num_columns=self.out_features,
-            num_panels=len(self._panels),
-            depth=self.in_features,
-        )
+        self._is_gated = is_gated
+        bias = torch.zeros(len(weight)) if bias is None else bias.float()
+        order = (0, 3, 2, 1) if self.kind == BFLOAT16 else (0, 3, 1, 2)
+        halves = _halves(weight.detach(), is_gated).permute(order)
+        self._panels = halves.reshape(len(halves), self.in_features, PANEL).contiguous()
+        self._bias = _halves(bias.detach()[:, None], is_gated).contiguous()
+        self.num_panels = len(self._panels)
+        self.panel_bytes = self._panels[0].nbytes
+        self.function: int = _kernel(self.kind).address
 
-    def arguments(self, x: Tensor, out: Tensor) -> _Arguments:
-        """The kernel's arguments for one call; x: float32."""
-        arguments = _Arguments.from_buffer_copy(self._template)
-        arguments.x = x.data_ptr()
-        arguments.output = out.data_ptr()
-        arguments.num_rows = len(x)
-        arguments.counter = ctypes.addressof(arguments) + _Arguments.next_panel.offset
+    def arguments(self, finish: int = STORE) -> NDArray:
+        """The kernel's arguments, ARGUMENTS ``[]``, without ``x``, ``output`` and ``num_rows``; float32 out."""
+        arguments = np.zeros((), ARGUMENTS)
+        arguments["weight"] = arguments["following"] = self._panels.data_ptr()
+        arguments["following_bytes"] = self.panel_bytes
+        arguments["bias"] = self._bias.data_ptr()
+        arguments["num_columns"] = self.out_features
+        arguments["num_panels"] = self.num_panels
+        arguments["depth"] = self.in_features
+        arguments["is_gated"] = self._is_gated
+        arguments["finish"] = finish
         return arguments
 
 
 def linear(x: Tensor, packed: PackedWeight, out: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, summed in float32 and rounded once.
+    """``x @ weight.T + bias``, or what a gated weight makes of it, summed in float32 and rounded once.
 
     x: float32 or bfloat16 ``[num_rows, in_features]``. out: where to write the result, contiguous
     ``[num_rows, out_features]`` of x's dtype. Raises ValueError on tensors that do not fit.
@@ -111,78 +122,91 @@ def linear(x: Tensor, packed: PackedWeight, out: Tensor | None = None) -> Tensor
         raise ValueError(f"out must be contiguous {x.dtype} {shape} on the CPU")
     if len(x):
         floats = x.float().contiguous()
-        arguments = packed.arguments(floats, out)
-        function = _kernel(packed.kind, _KINDS[out.dtype])
-        parallel(function, ctypes.addressof(arguments), min(torch.get_num_threads(), arguments.num_panels))
+        arguments = packed.arguments()
+        arguments["x"], arguments["output"] = floats.data_ptr(), out.data_ptr()
+        arguments["num_rows"], arguments["out_kind"] = len(x), _KINDS[out.dtype]
+        threads = torch.get_num_threads()
+        cpu_program.run_one(packed.function, arguments.ctypes.data, packed.num_panels, threads)
     return out
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """``[num_panels, in_features, PANEL]`` as ``multiply_tile`` takes them, padded with zeros."""
-    out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL)
-    padded = torch.zeros(num_panels * PANEL, in_features, dtype=weight.dtype)
-    padded[:out_features] = weight
-    halves = padded.view(num_panels, 2, LANES, in_features)
-    order = (0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2)
-    return halves.permute(order).reshape(num_panels, in_features, PANEL).contiguous()
+def _halves(rows: Tensor, is_gated: bool) -> Tensor:
+    """What panels hold of ``[out_features, n]``, padded with zeros: ``[num_panels, 2, LANES, n]``."""
+    parts = rows.chunk(2) if is_gated else (rows,)
+    width = LANES if is_gated else PANEL
+    num_panels = -(-len(parts[0]) // width)
+    padded = rows.new_zeros(len(parts), num_panels * width, rows.shape[1])
+    for part, into in zip(parts, padded, strict=True):
+        into[: len(part)] = part
+    halves = padded.view(len(parts), num_panels, -1, LANES, rows.shape[1])
+    return halves.transpose(0, 1).reshape(num_panels, 2, LANES, rows.shape[1])
 
 
-_ENTRY = types.void(types.CPointer(from_dtype(np.dtype(_Arguments))))
+_ENTRY = types.void(types.CPointer(from_dtype(ARGUMENTS)), types.int64, types.int64)
 _MODULES = (cpu_steps, cpu_tiles, cpu_vectors)
 _SOURCES = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in _MODULES))
 
 
 @functools.cache
-def _kernel(kind: int, out_kind: int):
-    """The kernel for a kind of weight and a kind of result: a ctypes function."""
+def _kernel(kind: int):
+    """The kernel for a kind of weight: a function of operations, whose items are panels."""
     sources = _SOURCES
 
     @cfunc(_ENTRY, cache=True)
-    def multiply(arguments):
+    def multiply(arguments, panel, ahead):
         _ = sources  # a cell of this closure, thus in numba's cache key, which covers this file only
-        work = carray(arguments, (1,))[0]
-        edge = np.empty(TILE_ROWS * PANEL, np.float32)
-        panel = fetch_add(work.counter, 1)
-        while panel < work.num_panels:
-            upcoming = fetch_add(work.counter, 1)
-            ahead = upcoming if upcoming < work.num_panels else panel
-            _multiply_panel(work, panel, ahead, edge.ctypes.data, kind, out_kind)
-            panel = upcoming
+        _multiply_panel(carray(arguments, (1,))[0], panel, ahead, kind)
 
-    return multiply.ctypes
+    return multiply
 
 
-# Inlined, so that kind and out_kind reach multiply_tile as the constants they are.
+# Inlined, so that kind reaches multiply_tile as the constant it is.
 
 
 @njit(inline="always")
-def _multiply_panel(work, panel, ahead, edge, kind, out_kind):
+def _multiply_panel(work, panel, ahead, kind):
     """All rows of x times one panel, tile by tile, while the panel ``ahead`` is fetched."""
     panel_bytes = work.depth * PANEL * ITEM_BYTES[kind]
-    weight, next_weight = work.weight + panel * panel_bytes, work.weight + ahead * panel_bytes
-    bias = work.bias + panel * PANEL * 4
-    pitch = work.num_columns * ITEM_BYTES[out_kind]
-    columns = min(PANEL, work.num_columns - panel * PANEL)
+    next_weight = work.weight + ahead * panel_bytes
+    if ahead >= work.num_panels:
+        next_weight = work.following + (ahead - work.num_panels) * work.following_bytes
+    weight, bias = work.weight + panel * panel_bytes, work.bias + panel * PANEL * 4
+    sums = scratch(_TILE_BYTES)
     num_tiles = (work.num_rows + TILE_ROWS - 1) // TILE_ROWS
     row = 0
     for tile in range(num_tiles):
         rows = (work.num_rows + tile) // num_tiles
         x = work.x + row * work.depth * 4
-        output = work.output + row * pitch + panel * PANEL * ITEM_BYTES[out_kind]
-        into, into_pitch = output, pitch
-        if columns < PANEL:
-            into, into_pitch = edge, PANEL * ITEM_BYTES[out_kind]
-        multiply_tile(x, weight, bias, into, work.depth, into_pitch, rows, next_weight, tile, num_tiles, kind, out_kind)
-        if columns < PANEL:
-            _copy_rows(edge, into_pitch, output, pitch, rows, columns * ITEM_BYTES[out_kind])
+        multiply_tile(x, weight, bias, sums, work.depth, rows, next_weight, tile, num_tiles, kind)
+        _finish_tile(work, sums, panel, row, rows)
         row += rows
 
 
 @njit
-def _copy_rows(source, source_pitch, destination, destination_pitch, num_rows, num_bytes):
+def _finish_tile(work, sums, panel, first_row, num_rows):
+    width = LANES if work.is_gated else PANEL
+    columns = min(width, work.num_columns - panel * width)
     for row in range(num_rows):
-        items = int16_pointer(source + row * source_pitch)
-        copies = int16_pointer(destination + row * destination_pitch)
-        for i in range(num_bytes // 2):
-            copies[i] = items[i]
+        source = sums + row * PANEL * 4
+        if work.is_gated:
+            gate_row(source)
+        index = (first_row + row) * work.num_columns + panel * width
+        if work.out_kind == BFLOAT16:
+            round_row(source)
+            _copy(int16_pointer(source), int16_pointer(work.output + index * 2), columns)
+        elif work.finish == ADD:
+            _add(float32_pointer(source), float32_pointer(work.output + index * 4), columns)
+        else:
+            _copy(float32_pointer(source), float32_pointer(work.output + index * 4), columns)
+
+
+@njit
+def _copy(source, destination, count):
+    for i in range(count):
+        destination[i] = source[i]
+
+
+@njit
+def _add(source, destination, count):
+    for i in range(count):
+        destination[i] += source[i]

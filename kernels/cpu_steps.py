@@ -175,7 +175,47 @@ def fetch_add(typing, address, amount):
     return types.int64(types.int64, types.int64), generate
 
 
-def _pointer_to(element: types.Type):
+@intrinsic
+def call(typing, function, arguments, item, ahead):
+    """Call the function at an address with three integers, the first of them an address too."""
+
+    def generate(context, builder, signature, values):
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def yield_processor(typing):
+    """Let another thread of the machine run."""
+
+    def generate(context, builder, signature, values):
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic(prefer_literal=True)
+def scratch(typing, num_bytes):
+    """Address of memory on the stack of the function that this is in. ``num_bytes`` must be constant."""
+    if not isinstance(num_bytes, types.IntegerLiteral):
+        return None
+
+    def generate(context, builder, signature, values):
+        memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), num_bytes.literal_value))
+        memory.align = CACHE_LINE_BYTES
+        return builder.ptrtoint(memory, I64)
+
+    return types.int64(num_bytes), generate
+
+
+def pointer_to(element: types.Type):
+    """An intrinsic that makes an address a pointer to ``element``."""
+
     @intrinsic
     def pointer(typing, address):
         def generate(context, builder, signature, arguments):
@@ -186,7 +226,7 @@ def _pointer_to(element: types.Type):
     return pointer
 
 
-int16_pointer = _pointer_to(types.int16)
-int32_pointer = _pointer_to(types.int32)
-int64_pointer = _pointer_to(types.int64)
-float32_pointer = _pointer_to(types.float32)
+int16_pointer = pointer_to(types.int16)
+int32_pointer = pointer_to(types.int32)
+int64_pointer = pointer_to(types.int64)
+float32_pointer = pointer_to(types.float32)

@@ -22,20 +22,18 @@ _ROWS_PER_POINTER = 3  # base, base + pitch and base + 2 * pitch are addressing 
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tile(typing, x, panel, bias, output, depth, pitch, num_rows, ahead, turn, num_turns, kind, out_kind):
-    """``output = x @ panel + bias``, each sum in order of depth whatever the number of rows.
+def multiply_tile(typing, x, panel, bias, sums, depth, num_rows, ahead, turn, num_turns, kind):
+    """``sums = x @ panel + bias``, each sum in order of depth whatever the number of rows.
 
     x: float32 ``[num_rows, depth]``. panel: ``[depth, PANEL]`` of ``kind``, for bfloat16 with columns ``c`` and
-    ``c + LANES`` side by side. bias: float32 ``[PANEL]``. output: ``[num_rows, PANEL]`` of ``out_kind``, with
-    ``pitch`` bytes from row to row. ahead: the panel to prefetch meanwhile, part ``turn`` of ``num_turns`` of it.
-    ``kind`` and ``out_kind`` must be constants: they shape the code.
+    ``c + LANES`` side by side. bias: float32 ``[PANEL]``. sums: float32 ``[num_rows, PANEL]``, out.
+    ahead: the panel to prefetch meanwhile, part ``turn`` of ``num_turns`` of it. ``kind`` must be a constant.
     """
-    if not (isinstance(kind, types.IntegerLiteral) and isinstance(out_kind, types.IntegerLiteral)):
+    if not isinstance(kind, types.IntegerLiteral):
         return None
-    kinds = kind.literal_value, out_kind.literal_value
 
     def generate(context, builder, signature, arguments):
-        x, panel, bias, output, depth, pitch, num_rows, *prefetching = arguments[:10]
+        x, panel, bias, sums, depth, num_rows, *prefetching = arguments[:9]
         done = builder.append_basic_block("done")
         impossible = builder.append_basic_block("impossible")
         switch = builder.switch(num_rows, impossible)
@@ -44,19 +42,43 @@ def multiply_tile(typing, x, panel, bias, output, depth, pitch, num_rows, ahead,
             switch.add_case(I64(rows), case)
             builder.position_at_end(case)
             v = VectorBuilder(builder)
-            sums = _emit_sums(v, rows, x, panel, bias, depth, prefetching, kinds[0])
-            for r, row in enumerate(sums):
-                place = v.element(output, pitch, r)
-                for c, vector in enumerate(row):
-                    at = v.offset(place, c * LANES * ITEM_BYTES[kinds[1]])
-                    v.store_rounded(builder.load(vector), at, kinds[1])
+            slots = _emit_sums(v, rows, x, panel, bias, depth, prefetching, kind.literal_value)
+            for i, slot in enumerate(slot for row in slots for slot in row):
+                v.store(builder.load(slot), v.offset(sums, i * LANES * 4))
             builder.branch(done)
         builder.position_at_end(impossible)
         builder.unreachable()
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10, kind, out_kind), generate
+    return types.void(*[types.int64] * 9, kind), generate
+
+
+@intrinsic
+def gate_row(typing, sums):
+    """``silu(gate) * up`` over the gate, by halves of a row of a tile: float32 ``[PANEL]``, the gate's half first."""
+
+    def generate(context, builder, signature, arguments):
+        v = VectorBuilder(builder)
+        gate, up = (v.load(v.offset(arguments[0], c * LANES * 4), LANES) for c in range(2))
+        v.store(builder.fmul(v.silu(gate), up), arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def round_row(typing, sums):
+    """A row of a tile, float32 ``[PANEL]``, as bfloat16 ``[PANEL]`` over its first half."""
+
+    def generate(context, builder, signature, arguments):
+        v = VectorBuilder(builder)
+        halves = [v.load(v.offset(arguments[0], c * LANES * 4), LANES) for c in range(2)]
+        for c, half in enumerate(halves):
+            v.store_rounded(half, v.offset(arguments[0], c * LANES * 2), BFLOAT16)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 def _emit_sums(

@@ -4,11 +4,18 @@ Work is cut into *pieces*: some neighbouring queries of one sequence over a span
 sequence is cut depends on that sequence only, so results depend neither on the batch nor on threads.
 """
 
-import ctypes
+import math
+from typing import Any
 
 import numpy as np
+import torch
 from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
 
+from kernels.addressing import BaseSlots, BlockTables
+
+LOG2_E = 1 / math.log(2)
 SPAN = 512  # tokens per piece of a sequence with few queries
 QUERY_BLOCK = 16  # queries per piece
 
@@ -18,30 +25,58 @@ SEQUENCE, QUERY, NUM_QUERIES, POSITION, START, STOP, PARTIAL, FIRST, COUNT, UNFI
 COLUMNS = 10
 
 
-class Arguments(ctypes.Structure):
-    """What the kernel is given. Fields without a remark are addresses of contiguous arrays."""
-
-    _fields_ = [
-        ("query", ctypes.c_int64),  # float32 [num_tokens, num_query_heads, head_dim]
-        ("key", ctypes.c_int64),  # [num_slots, num_kv_heads, head_dim]
-        ("value", ctypes.c_int64),
-        ("tables", ctypes.c_int64),  # int32 [num_sequences, table_width], or int64 [num_sequences] base slots
-        ("output", ctypes.c_int64),  # float32 [num_tokens, num_query_heads, head_dim]
-        ("pieces", ctypes.c_int64),  # int64 [num_pieces, COLUMNS]
-        ("partial", ctypes.c_int64),  # float32 [num_partials, num_query_heads, head_dim]: weighted values
-        ("state", ctypes.c_int64),  # float32 [num_partials, num_kv_heads, 2, group]: maximum and sum
-        ("counter", ctypes.c_int64),  # int64: the field next_piece
-        ("num_pieces", ctypes.c_int64),  # a number, as are all that follow
-        ("table_width", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),  # 0: contiguous
-        ("num_slots", ctypes.c_int64),
-        ("num_kv_heads", ctypes.c_int64),
-        ("window", ctypes.c_int64),  # tokens, 0: all
-        ("scale", ctypes.c_float),  # of scores, to base-2 units or, with a softcap, to units of it
-        ("softcap", ctypes.c_float),  # in base-2 units
-        ("next_piece", ctypes.c_int64),
-        ("invalid", ctypes.c_int64),  # out: set when `tables` names a slot outside the pool
+# What the kernel is given. Fields without a remark are addresses of contiguous arrays.
+ARGUMENTS = np.dtype(
+    [
+        ("query", np.int64),  # float32 [num_tokens, num_query_heads, head_dim]
+        ("key", np.int64),  # [num_slots, num_kv_heads, head_dim]
+        ("value", np.int64),
+        ("tables", np.int64),  # int32 [num_sequences, table_width], or int64 [num_sequences] base slots
+        ("output", np.int64),  # float32 [num_tokens, num_query_heads, head_dim]
+        ("pieces", np.int64),  # int64 [num_pieces, COLUMNS]
+        ("partial", np.int64),  # float32 [num_partials, num_query_heads, head_dim]: weighted values
+        ("state", np.int64),  # float32 [num_partials, num_kv_heads, 2, group]: maximum and sum
+        ("table_width", np.int64),  # a number, as are all that follow
+        ("block_size", np.int64),  # 0: contiguous
+        ("num_slots", np.int64),
+        ("num_kv_heads", np.int64),
+        ("window", np.int64),  # tokens, 0: all
+        ("scale", np.float32),  # of scores, to base-2 units or, with a softcap, to units of it
+        ("softcap", np.float32),  # in base-2 units
+        ("invalid", np.int64),  # out: set when `tables` names a slot outside the pool
     ]
+)
+
+
+def describe(
+    arguments: NDArray,
+    where: BlockTables | BaseSlots,
+    query_starts: NDArray,
+    lengths: Tensor,
+    window: int,
+    num_query_heads: int,
+    head_dim: int,
+) -> tuple[int, Any]:
+    """Write into ARGUMENTS ``[...]`` where sequences' KV is and how their attention is cut up.
+
+    Returns the number of pieces, and the memory that must live as long as the arguments are used.
+    """
+    pieces = plan(query_starts, lengths.numpy(), window)
+    num_heads = num_query_heads * (int(pieces[-1, PARTIAL] + pieces[-1, NUM_QUERIES]) if len(pieces) else 0)
+    partial, state = torch.empty(num_heads * head_dim), torch.empty(num_heads * 2)
+    table, width, block_size = address_form(where)
+    arguments["tables"], arguments["table_width"], arguments["block_size"] = table.data_ptr(), width, block_size
+    arguments["pieces"], arguments["window"] = pieces.ctypes.data, window
+    arguments["partial"], arguments["state"] = partial.data_ptr(), state.data_ptr()
+    arguments["invalid"] = 0
+    return len(pieces), (pieces, partial, state, table)
+
+
+def address_form(where: BlockTables | BaseSlots) -> tuple[Tensor, int, int]:
+    """Table of addresses, its width, block size (0: contiguous)."""
+    if isinstance(where, BlockTables):
+        return where.tables, where.tables.shape[1], where.block_size
+    return where.bases, 0, 0
 
 
 @njit(cache=True)

@@ -7,11 +7,13 @@ Registered once under :data:`NAME`; the model then calls it once per layer with 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kernels import BaseSlots, BlockTables, Kernels
+from kernels.cpu_decoder import Attention
 
 NAME = "kvbench"
 
@@ -76,6 +78,14 @@ class PooledStep:
                 **options,
             )
         return out
+
+    def parts(self) -> tuple[Attention, Attention]:
+        """The same as :meth:`attend` does, for all layers at once: decode rows, prefill rows."""
+        one_each = np.arange(self.num_decode + 1, dtype=np.int32)
+        return (
+            Attention(0, self.decode_where, one_each, self.decode_lengths),
+            Attention(self.num_decode, self.prefill_where, self.query_starts.numpy(), self.prefill_lengths),
+        )
 
     def notice(self, extra: dict[str, Any]) -> None:
         """Nothing: what a model may pass was checked at start (:mod:`kvbench.executors.inspection`)."""

@@ -1,116 +1,91 @@
 """What a decoder layer does between its products, against float64."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu_fused import add_rms_norm, array, rms_norm, rotary, silu_mul
+from kernels import cpu_program
+from kernels.cpu import KINDS
+from kernels.cpu_fused import NORM, ROTATION, rms_norm, rotate_and_store
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPSILON = 1e-5
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_size = pytest.mark.parametrize(("num_rows", "size"), [(1, 2), (3, 7), (5, 64), (4, 576), (33, 130)])
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_rounded_once(got: Tensor, exact: Tensor, scale: Tensor | None = None) -> None:
-    """Within float32's error of sums of terms as large as ``scale``, then half a unit of the dtype."""
-    scale = exact.abs() if scale is None else scale
-    bound = 1e-6 * scale
-    if got.dtype == torch.bfloat16:
-        bound = bound + exact.abs() * torch.finfo(torch.bfloat16).eps / 2
-    assert ((got.double() - exact).abs() <= bound).all()
+def norm(x: Tensor, weight: Tensor, num_threads: int = 1) -> Tensor:
+    out = torch.full_like(x, torch.nan)
+    addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    arguments = np.array((*addresses, x.shape[1], EPSILON, 0), NORM)
+    cpu_program.run_one(rms_norm().address, arguments.ctypes.data, len(x), num_threads)
+    return out
 
 
-def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
-    x = x.double()
-    return weight.double() * x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt()
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, num_query_heads: int, key: Tensor, value: Tensor
+) -> Tensor:
+    query = torch.full((len(qkv), num_query_heads, qkv.shape[2]), torch.nan)
+    addresses = [tensor.data_ptr() for tensor in (qkv, cos, sin, query, key, value, slots)]
+    kind = KINDS[key.dtype]
+    arguments = np.array((*addresses, num_query_heads, key.shape[1], qkv.shape[2], kind), ROTATION)
+    cpu_program.run_one(rotate_and_store().address, arguments.ctypes.data, len(qkv), 1)
+    return query
 
 
-@every_dtype
-@every_size
-def test_rms_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
-    x, weight = random(num_rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 2), (3, 7), (5, 64), (4, 576), (33, 130)])
+def test_rms_norm(num_rows: int, size: int) -> None:
+    x, weight = random(num_rows, size), random(size, seed=1)
     x[0] *= 1e-3  # a row in which epsilon counts
-    before, out = x.clone(), torch.empty_like(x)
-    rms_norm(array(x), array(weight), EPSILON, array(out))
+    before = x.clone()
+    exact = x.double()
+    exact = weight.double() * exact / (exact.square().mean(-1, keepdim=True) + EPSILON).sqrt()
+    assert ((norm(x, weight).double() - exact).abs() <= 1e-6 * exact.abs()).all()
     assert torch.equal(x, before)
-    assert_rounded_once(out, exact_norm(x, weight))
 
 
-@every_dtype
-@every_size
-def test_add_rms_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
-    residual, x = random(num_rows, size, dtype=dtype), random(num_rows, size, dtype=dtype, seed=1)
-    weight, out = random(size, dtype=dtype, seed=2), torch.empty_like(x)
-    total = residual + x
-    add_rms_norm(array(residual), array(x), array(weight), EPSILON, array(out))
-    assert torch.equal(residual, total)
-    assert_rounded_once(out, exact_norm(total, weight))
+def test_a_row_depends_neither_on_the_batch_nor_on_threads() -> None:
+    x, weight = random(9, 130), random(130, seed=1)
+    together = norm(x, weight)
+    assert torch.equal(together, norm(x, weight, num_threads=2))
+    assert torch.equal(together, torch.cat([norm(row[None].clone(), weight) for row in x]))
 
 
-@every_dtype
-@pytest.mark.parametrize(("num_tokens", "num_heads", "num_rotated", "head_dim"), [(1, 4, 2, 2), (7, 5, 4, 64)])
-def test_rotary(num_tokens: int, num_heads: int, num_rotated: int, head_dim: int, dtype: torch.dtype) -> None:
-    heads = random(num_tokens, num_heads, head_dim, dtype=dtype)
-    cos, sin = (random(num_tokens, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
-    before = heads.clone()
-    rotary(array(heads), num_rotated, array(cos), array(sin))
-    x = before[:, :num_rotated].double()
-    halves = x.chunk(2, dim=-1)
-    turned = torch.cat([-halves[1], halves[0]], dim=-1)
-    terms = x * cos[:, None].double(), turned * sin[:, None].double()
-    assert_rounded_once(heads[:, :num_rotated], terms[0] + terms[1], terms[0].abs() + terms[1].abs())
-    assert torch.equal(heads[:, num_rotated:], before[:, num_rotated:])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_query_heads", "num_kv_heads", "head_dim"), [(1, 2, 2, 2), (7, 4, 1, 64), (5, 6, 2, 24)]
+)
+def test_rotate_and_store(
+    num_tokens: int, num_query_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    qkv = random(num_tokens, num_query_heads + 2 * num_kv_heads, head_dim)
+    cos, sin = random(num_tokens, head_dim, seed=1), random(num_tokens, head_dim, seed=2)
+    slots = torch.randperm(11, generator=torch.Generator().manual_seed(3))[:num_tokens]
+    key, value = torch.full((2, 11, num_kv_heads, head_dim), 7.0, dtype=dtype)
+    query = rotate(qkv, cos, sin, slots, num_query_heads, key, value)
+
+    x = qkv[:, : num_query_heads + num_kv_heads].double()
+    low, high = x.chunk(2, dim=-1)
+    terms = x * cos[:, None].double(), torch.cat([-high, low], dim=-1) * sin[:, None].double()
+    exact, bound = terms[0] + terms[1], 1e-6 * (terms[0].abs() + terms[1].abs())
+    assert ((query - exact[:, :num_query_heads]).abs() <= bound[:, :num_query_heads]).all()
+    rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+    assert ((key[slots] - exact[:, num_query_heads:]).abs() <= (bound + rounding)[:, num_query_heads:]).all()
+    assert torch.equal(value[slots], qkv[:, num_query_heads + num_kv_heads :].to(dtype))
+    others = torch.ones(11, dtype=torch.bool).index_fill(0, slots, False)
+    assert (key[others] == 7).all()
+    assert (value[others] == 7).all()
 
 
-@every_dtype
-@every_size
-def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
-    gate_up, out = 4 * random(num_rows, 2 * size, dtype=dtype), torch.empty(num_rows, size, dtype=dtype)
-    silu_mul(gate_up, out)
-    gate, up = gate_up.double().chunk(2, dim=1)
-    exact = gate * gate.sigmoid() * up
-    error = 1e-6 if dtype == torch.float32 else 1.01 * torch.finfo(dtype).eps  # half a unit, twice
-    assert ((out.double() - exact).abs() <= error * exact.abs()).all()
-
-
-def test_bfloat16_is_rounded_to_nearest_even() -> None:
-    """Sums half way between two bfloat16, overflow, infinities and values that are not numbers."""
-    x = torch.tensor([1.0, 1.0, 1.0078125, -1.0078125, 3.38e38, torch.inf, torch.nan, torch.inf]).bfloat16()
-    y = torch.tensor([2**-8, 3 * 2**-8, 2**-8, -(2**-8), 3.38e38, 1.0, 1.0, -torch.inf]).bfloat16()
-    residual, total = x.clone()[None], (x.float() + y.float()).bfloat16()
-    add_rms_norm(
-        array(residual), array(y[None]), array(torch.ones_like(x)), EPSILON, array(torch.empty(1, 8).bfloat16())
-    )
-    torch.testing.assert_close(residual[0], total, rtol=0, atol=0, equal_nan=True)
-
-
-@every_dtype
-def test_a_row_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    x, weight = random(9, 130, dtype=dtype), random(130, dtype=dtype, seed=1)
-    together, alone = torch.empty_like(x), torch.empty_like(x)
-    rms_norm(array(x), array(weight), EPSILON, array(together))
-    for row in range(9):
-        rms_norm(array(x[row : row + 1]), array(weight), EPSILON, array(alone[row : row + 1]))
-    assert torch.equal(alone, together)
-
-
-def test_arrays_that_do_not_fit_are_refused() -> None:
-    x, weight = array(torch.zeros(2, 8)), array(torch.zeros(8))
-    with pytest.raises(ValueError, match="rms_norm: shapes differ"):
-        rms_norm(x, weight, EPSILON, x[:1])
-    with pytest.raises(ValueError, match="rms_norm: shapes differ"):
-        rms_norm(x, weight[:4], EPSILON, x)
-    with pytest.raises(ValueError, match="add_rms_norm: shapes differ"):
-        add_rms_norm(x[:1], x, weight, EPSILON, x)
-    with pytest.raises(ValueError, match="rotary: shapes differ"):
-        rotary(x.reshape(2, 2, 4), 1, x, x)
-    with pytest.raises(ValueError, match="rotary: shapes differ"):
-        rotary(x.reshape(2, 1, 8), 2, x, x)
-    for tensor in (torch.zeros(4, 8).T, torch.zeros(2, dtype=torch.float16)):
-        with pytest.raises(ValueError, match="expected a contiguous float32 or bfloat16"):
-            array(tensor)
+def test_stored_kv_is_rounded_to_nearest_even() -> None:
+    """Values half way between two bfloat16, overflow, infinities and values that are not numbers."""
+    special = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)  # both NaN
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, torch.inf, -torch.inf])
+    values = torch.cat([ties, special])
+    qkv = torch.stack([torch.zeros(8), values, values])[None]
+    key, value = torch.zeros(2, 1, 1, 8, dtype=torch.bfloat16)
+    rotate(qkv, torch.ones(1, 8), torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), 1, key, value)
+    torch.testing.assert_close(value[0, 0], values.bfloat16(), rtol=0, atol=0, equal_nan=True)

@@ -6,8 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import openmp
-from kernels.cpu_linear import PackedWeight, linear
+from kernels import cpu_program, openmp
+from kernels.cpu_linear import ADD, PackedWeight, linear
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUND = {torch.float32: 1e-6, torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2}
@@ -51,6 +51,38 @@ def test_agrees_with_float64(num_rows, in_features, out_features, weight_dtype, 
     error = (got.double() - expected).abs()
     rounding = 0.0 if x_dtype == torch.float32 else expected.abs() * BOUND[x_dtype]
     assert (error <= rounding + 1e-6 * scale).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (7, 15), (13, 16), (30, 100)])
+def test_gated(num_rows, size, dtype):
+    x, weight, bias = layer(num_rows, 40, 2 * size, dtype, torch.float32)
+    got = linear(3 * x, PackedWeight(weight, bias, is_gated=True))
+    gate, up = exact(3 * x, weight, bias).chunk(2, dim=1)
+    # An error of a sum counts up to 1.1 times in silu, and up to the gate's size in the product.
+    sums = exact(3 * x.abs(), weight.abs(), bias.abs()).chunk(2, dim=1)
+    bound = 2e-6 * (sums[0] * up.abs() + sums[1] * gate.abs())
+    assert got.shape == (num_rows, size)
+    assert ((got - gate * gate.sigmoid() * up).abs() <= bound).all()
+
+
+def test_extreme_gates():
+    gates = torch.tensor([-1e4, -80.0, 0.0, 80.0, 1e4, torch.nan])
+    weight = torch.cat([gates, torch.ones(6)])[:, None]
+    got = linear(torch.ones(1, 1), PackedWeight(weight, is_gated=True))[0]
+    torch.testing.assert_close(got, torch.nn.functional.silu(gates), rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("out_features", [31, 64])
+def test_results_added_to_what_is_there(out_features):
+    x, weight, bias = layer(14, 40, out_features, torch.bfloat16, torch.float32)
+    packed = PackedWeight(weight, bias)
+    out = torch.randn(14, out_features)
+    before = out.clone()
+    arguments = packed.arguments(ADD)
+    arguments["x"], arguments["output"], arguments["num_rows"] = x.data_ptr(), out.data_ptr(), len(x)
+    cpu_program.run_one(packed.function, arguments.ctypes.data, packed.num_panels, 2)
+    assert torch.equal(out, before + linear(x, packed))
 
 
 def test_results_are_rounded_to_nearest_even():
@@ -138,3 +170,5 @@ def test_tensors_that_do_not_fit_are_refused():
     for bad in (weight.half(), weight[0], weight[:0]):
         with pytest.raises(ValueError, match="weight must be"):
             PackedWeight(bad)
+    with pytest.raises(ValueError, match="an even number of rows"):
+        PackedWeight(weight[:3], is_gated=True)
