@@ -121,7 +121,7 @@ class Decoder:
             b = self._buffers = _Buffers(num_tokens, self._layers[0], *self._heads)
             self._bind(b)
         b.hidden[:num_tokens], b.cos[:num_tokens], b.sin[:num_tokens] = hidden, cos, sin
-        self._products["num_rows"] = num_tokens
+        self._operations["num_items"][:, _PRODUCTS] = cpu_linear.set_rows(self._products, num_tokens)
         self._operations["num_items"][:, [_INPUT_NORM, _ROTATE, _MLP_NORM]] = num_tokens
         return num_tokens
 
@@ -164,7 +164,6 @@ class Decoder:
         flat["following_bytes"] = np.roll(flat["following_bytes"], -1)
         for column, index in enumerate(_PRODUCTS):
             self._link(index, self._layers[0].qkv.function, self._products[:, column])
-            self._operations["num_items"][:, index] = self._products["num_panels"][:, column]
 
     def _describe_heads(self) -> None:
         num_query_heads, num_kv_heads, head_dim = self._heads

@@ -44,6 +44,7 @@ from kernels.cpu_vectors import BFLOAT16, FLOAT32, ITEM_BYTES
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 _TILE_BYTES = TILE_ROWS * PANEL * 4
+_BLOCK_BYTES = 512 * 1024  # of x that stay in the second level of cache while panel after panel passes
 
 # What becomes of the sums.
 STORE, ADD = range(2)  # to be the output | to be added to it, which is float32
@@ -58,6 +59,7 @@ ARGUMENTS = np.dtype(
         ("num_columns", np.int64),
         ("num_panels", np.int64),
         ("depth", np.int64),
+        ("num_blocks", np.int64),  # of rows: an item is a panel times a block
         ("is_gated", np.int64),  # panels hold LANES columns of a gate and of what it gates
         ("out_kind", np.int64),  # FLOAT32 | BFLOAT16
         ("finish", np.int64),  # STORE | ADD
@@ -124,10 +126,17 @@ def linear(x: Tensor, packed: PackedWeight, out: Tensor | None = None) -> Tensor
         floats = x.float().contiguous()
         arguments = packed.arguments()
         arguments["x"], arguments["output"] = floats.data_ptr(), out.data_ptr()
-        arguments["num_rows"], arguments["out_kind"] = len(x), _KINDS[out.dtype]
-        threads = torch.get_num_threads()
-        cpu_program.run_one(packed.function, arguments.ctypes.data, packed.num_panels, threads)
+        arguments["out_kind"] = _KINDS[out.dtype]
+        num_items = int(set_rows(arguments, len(x)))
+        cpu_program.run_one(packed.function, arguments.ctypes.data, num_items, torch.get_num_threads())
     return out
+
+
+def set_rows(arguments: NDArray, num_rows: int) -> NDArray:
+    """Write the number of rows into ARGUMENTS ``[...]``; the numbers of items ``[...]``."""
+    num_blocks = -(-num_rows * 4 * arguments["depth"] // _BLOCK_BYTES)
+    arguments["num_rows"], arguments["num_blocks"] = num_rows, num_blocks
+    return arguments["num_panels"] * num_blocks
 
 
 def _halves(rows: Tensor, is_gated: bool) -> Tensor:
@@ -149,13 +158,13 @@ _SOURCES = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for modul
 
 @functools.cache
 def _kernel(kind: int):
-    """The kernel for a kind of weight: a function of operations, whose items are panels."""
+    """The kernel for a kind of weight: a function of operations, of pairs of a panel and a block of rows."""
     sources = _SOURCES
 
     @cfunc(_ENTRY, cache=True)
-    def multiply(arguments, panel, ahead):
+    def multiply(arguments, item, ahead):
         _ = sources  # a cell of this closure, thus in numba's cache key, which covers this file only
-        _multiply_panel(carray(arguments, (1,))[0], panel, ahead, kind)
+        _multiply_panel(carray(arguments, (1,))[0], item, ahead, kind)
 
     return multiply
 
@@ -164,18 +173,21 @@ def _kernel(kind: int):
 
 
 @njit(inline="always")
-def _multiply_panel(work, panel, ahead, kind):
-    """All rows of x times one panel, tile by tile, while the panel ``ahead`` is fetched."""
+def _multiply_panel(work, item, ahead, kind):
+    """A block of rows of x times one panel, tile by tile, while the panel of the item ``ahead`` is fetched."""
     panel_bytes = work.depth * PANEL * ITEM_BYTES[kind]
-    next_weight = work.weight + ahead * panel_bytes
-    if ahead >= work.num_panels:
-        next_weight = work.following + (ahead - work.num_panels) * work.following_bytes
+    block = item // work.num_panels
+    panel = item - block * work.num_panels
+    beyond = ahead - work.num_blocks * work.num_panels
+    next_weight = work.weight + ahead % work.num_panels * panel_bytes
+    if beyond >= 0:
+        next_weight = work.following + beyond * work.following_bytes
     weight, bias = work.weight + panel * panel_bytes, work.bias + panel * PANEL * 4
     sums = scratch(_TILE_BYTES)
-    num_tiles = (work.num_rows + TILE_ROWS - 1) // TILE_ROWS
-    row = 0
+    row, stop = work.num_rows * block // work.num_blocks, work.num_rows * (block + 1) // work.num_blocks
+    num_tiles = (stop - row + TILE_ROWS - 1) // TILE_ROWS
     for tile in range(num_tiles):
-        rows = (work.num_rows + tile) // num_tiles
+        rows = (stop - row) // (num_tiles - tile)
         x = work.x + row * work.depth * 4
         multiply_tile(x, weight, bias, sums, work.depth, rows, next_weight, tile, num_tiles, kind)
         _finish_tile(work, sums, panel, row, rows)

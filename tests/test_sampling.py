@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.executors.choice import best_candidates, choose
+from kvbench.executors.choice import best_candidates, choose, first_largest
 from kvbench.request import Request, Sampling
 from kvbench.sampling import uniform
 from tests import tiny_models
@@ -44,6 +44,20 @@ def test_a_sampled_token_lies_in_the_nucleus(seed: int, temperature: float, top_
     for row, token in enumerate(tokens):
         more_likely = probs[row][probs[row] > probs[row, token]].sum()
         assert more_likely < top_p + 1e-6
+
+
+@pytest.mark.parametrize("vocab", [512, 1536, 1000])
+def test_the_first_of_the_largest_is_chosen(vocab: int) -> None:
+    logits = torch.randint(0, 4, (50, vocab), generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[: len(logits) // 2] *= 0
+    logits[range(50), torch.randint(vocab, (50,), generator=torch.Generator().manual_seed(1))] = (
+        torch.tensor([5.0, torch.inf]).repeat(25).bfloat16()
+    )
+    logits[::3, ::7] = 5
+    expected = [min(i for i, x in enumerate(row) if x == max(row)) for row in logits.tolist()]
+    assert first_largest(logits).tolist() == expected
+    logits[7, 3] = logits[7, -1] = torch.nan
+    assert first_largest(logits)[7] == 3
 
 
 def test_rows_choose_independently() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import cpu_program, openmp
-from kernels.cpu_linear import ADD, PackedWeight, linear
+from kernels.cpu_linear import ADD, PackedWeight, linear, set_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUND = {torch.float32: 1e-6, torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2}
@@ -40,6 +40,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 )
 @example(12, 64, 64, torch.float32, torch.float32, False)
 @example(13, 63, 65, torch.bfloat16, torch.bfloat16, True)
+@example(700, 579, 40, torch.bfloat16, torch.float32, True)  # several blocks of rows
 def test_agrees_with_float64(num_rows, in_features, out_features, weight_dtype, x_dtype, with_bias):
     x, weight, bias = layer(num_rows, in_features, out_features, weight_dtype, x_dtype)
     bias = bias if with_bias else None
@@ -80,8 +81,8 @@ def test_results_added_to_what_is_there(out_features):
     out = torch.randn(14, out_features)
     before = out.clone()
     arguments = packed.arguments(ADD)
-    arguments["x"], arguments["output"], arguments["num_rows"] = x.data_ptr(), out.data_ptr(), len(x)
-    cpu_program.run_one(packed.function, arguments.ctypes.data, packed.num_panels, 2)
+    arguments["x"], arguments["output"] = x.data_ptr(), out.data_ptr()
+    cpu_program.run_one(packed.function, arguments.ctypes.data, int(set_rows(arguments, len(x))), 2)
     assert torch.equal(out, before + linear(x, packed))
 
 
@@ -98,7 +99,7 @@ def test_results_are_rounded_to_nearest_even():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_neither_on_the_batch_nor_on_threads(dtype):
-    x, weight, bias = layer(61, 577, 300, dtype, dtype)
+    x, weight, bias = layer(61, 5770, 70, dtype, dtype)  # three blocks of rows
     packed = PackedWeight(weight, bias)
     threads = torch.get_num_threads()
     try:
