@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 
 from kernels import cpu
 from kernels.cpu_decoder import Decoder, Layer
@@ -28,6 +29,8 @@ _WINDOWS: dict[type[nn.Module], Callable[[Any], int | None]] = {
     MistralDecoderLayer: lambda attention: attention.config.sliding_window,
     Qwen2DecoderLayer: lambda attention: attention.sliding_window,
 }
+
+_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)  # embedding, such layers, norm, output layer
 
 
 def obstacle(model: PreTrainedModel) -> str | None:
@@ -47,21 +50,42 @@ def obstacle(model: PreTrainedModel) -> str | None:
             return f"{type(model).__name__} has weights that are not all float32 or all bfloat16 on the CPU"
         if {type(module) for name, module in layer.named_modules() if name.endswith("_proj")} != {nn.Linear}:
             return f"{type(model).__name__} has projections that are not plain linear layers"
+    if type(model) not in _MODELS:
+        return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in _MODELS)}"
     return None
 
 
 def use_lean_layers(model: PreTrainedModel) -> None:
     """Replace the layers of ``model``, which must have no :func:`obstacle` and unpacked linear layers, in place.
 
-    Raises ConfigError if the model then gives other logits.
+    The model is then called with packed tokens, as the engine does, and in no other way.
+    Raises ConfigError if it gives other logits.
     """
 
     decoder: Any = model.base_model
 
     def replace() -> None:
         decoder.layers = nn.ModuleList([LeanLayers(decoder.layers)])
+        model.forward = functools.partial(_forward, model)
 
     check_unchanged(model, replace, "executor.layers: lean")
+
+
+def _forward(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    position_ids: Tensor,
+    logits_to_keep: Tensor,
+    kv_step: AttentionStep,
+    **unused: Any,
+) -> CausalLMOutput:
+    """``model.forward`` without masks, caches and options, which take a millisecond; norm and logits as kept."""
+    decoder = model.base_model
+    hidden = decoder.embed_tokens(input_ids)
+    positions = decoder.rotary_emb(hidden, position_ids)
+    hidden = decoder.layers[0](hidden, position_embeddings=positions, kv_step=kv_step)
+    return CausalLMOutput(logits=model.lm_head(decoder.norm(hidden[:, logits_to_keep])))
 
 
 class LeanLayers(nn.Module):
