@@ -19,9 +19,14 @@ from kernels import cpu_steps
 from kernels.cpu_steps import call, fetch_add, pointer_to, yield_processor
 from kernels.openmp import parallel
 
+
+class _Operation(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("function", "arguments", "num_items", "next_item", "num_done")]
+
+
 # function: address of ``void (arguments, item, ahead)``, where ``ahead`` is the item that the thread will probably
 # take next; at or beyond the last it belongs to what follows. arguments: address of what the function is given.
-OPERATION = np.dtype([(name, np.int64) for name in ("function", "arguments", "num_items", "next_item", "num_done")])
+OPERATION = np.dtype(_Operation)
 
 _SPINS = 2000  # looks at the others' progress before the processor is offered to them
 
@@ -43,8 +48,11 @@ def run(operations: NDArray, num_threads: int) -> None:
 
 
 def run_one(function: int, arguments: int, num_items: int, num_threads: int) -> None:
-    """Run a single operation."""
-    run(np.array([(function, arguments, num_items, 0, 0)], OPERATION), num_threads)
+    """Run a single operation; costs a few us."""
+    operation = _Operation(function, arguments, num_items, 0, 0)
+    num_threads = max(1, min(num_threads, num_items))
+    program = _Program(ctypes.addressof(operation), 1, num_threads)
+    parallel(_runner(), ctypes.addressof(program), num_threads)
 
 
 _OPERATION_BYTES = OPERATION.itemsize

@@ -1,5 +1,7 @@
 """CPU linear layers against float64."""
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import cpu_program, openmp
-from kernels.cpu_linear import ADD, PackedWeight, linear, set_rows
+from kernels.cpu_linear import ADD, PackedWeight, linear
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUND = {torch.float32: 1e-6, torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2}
@@ -81,8 +83,9 @@ def test_results_added_to_what_is_there(out_features):
     out = torch.randn(14, out_features)
     before = out.clone()
     arguments = packed.arguments(ADD)
-    arguments["x"], arguments["output"] = x.data_ptr(), out.data_ptr()
-    cpu_program.run_one(packed.function, arguments.ctypes.data, int(set_rows(arguments, len(x))), 2)
+    arguments.x, arguments.output = x.data_ptr(), out.data_ptr()
+    arguments.num_rows, arguments.num_blocks = len(x), 1
+    cpu_program.run_one(packed.function, ctypes.addressof(arguments), packed.num_panels, 2)
     assert torch.equal(out, before + linear(x, packed))
 
 
