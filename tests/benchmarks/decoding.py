@@ -12,6 +12,10 @@ cores and with nothing else running (SmolLM2, ``allocator=paged``):
 * 4 prompts of 160, 127, 255 and 157 tokens, 4 beams, 64 tokens:
   ``workload=lengths workload.lengths=FILE workload.num_requests=4 workload.mode=beam workload.beam_width=4``:
   7.5 s with one thread in bfloat16.
+
+Where a decode step's time goes, in ms of one thread's processor time (medians, on a machine with other work), at
+batches of 1, 4, 16 and 32 and context 260: the layers' program 24.4, 27.9, 53.9, 93.6; what describes it 0.5 to 0.7;
+output layer 5.9, 6.4, 10.7, 17.6; embedding, angles and last norm 0.4; sampling 0.4, 0.6, 0.9, 1.3.
 """
 
 import argparse
