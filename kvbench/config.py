@@ -146,6 +146,7 @@ class MeasureConfig:
 class CalibrationConfig:
     file: str | None = None
     budget_s: float = 40.0
+    repeats: int = 3
 
 
 @dataclass

@@ -5,8 +5,10 @@ their times may differ.
 """
 
 import json
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from kvbench import calibrate, config, device_file, job
 from kvbench.config import Config, DeviceConfig
 from kvbench.console import console
 from kvbench.errors import ConfigError
+from kvbench.metrics import Metrics
 from kvbench.recorder import SECONDS
 from kvbench.run import Jobs, Measured, measure, record, recording
 
@@ -38,16 +41,24 @@ def validate(cfg: Config) -> None:
         raise ConfigError("workload.ignore_eos: task=validate needs true; virtual time draws no EOS")
     if cfg.resume:
         raise ConfigError("resume: task=validate measures anew each time; set it to false")
+    if cfg.calibration.repeats < 1:
+        raise ConfigError(f"calibration.repeats: {cfg.calibration.repeats} is not an integer >= 1")
     job.validate(cfg)
 
 
 def run(cfg: DictConfig, path: Path) -> None:
-    """Both runs' records in ``path``/torch and ``path``/roofline, and what differs in ``path``/validation.json."""
+    """Records of a real run and the virtual one in ``path``/torch and ``path``/roofline, and what differs in
+    ``path``/validation.json.
+    """
     typed = config.typed(cfg)
     device = _profile(typed)
+    again = [
+        measure(typed, prepare=calibrate.warm_up, label="torch").summary for _ in range(typed.calibration.repeats - 1)
+    ]
     real = _recorded(cfg, path / "torch", None)
     virtual = _recorded(_simulated(cfg, device), path / "roofline", real)
-    (path / FILE).write_text(json.dumps({"run": typed.allocator.name} | compare(real, virtual), indent=2) + "\n")
+    compared = compare(real, virtual, [real.summary, *again])
+    (path / FILE).write_text(json.dumps({"run": typed.allocator.name} | compared, indent=2) + "\n")
 
 
 def summarize(jobs: Jobs, directory: Path) -> None:
@@ -61,16 +72,17 @@ def summarize(jobs: Jobs, directory: Path) -> None:
     output.print(f"table: {directory / 'validation.csv'}", soft_wrap=True)
 
 
-def compare(real: Measured, virtual: Measured) -> dict[str, Any]:
-    """Whether every step and every request's counters are equal, and the times of both; JSON types."""
+def compare(real: Measured, virtual: Measured, repeated: Sequence[Metrics]) -> dict[str, Any]:
+    """Whether every step and every request's counters are equal, and the times of both; JSON types.
+
+    repeated: metrics of all real runs, whose median counts: one run of this length is 10 % off on a busy host.
+    """
     steps = [measured.steps.drop(columns=list(TIMES)) for measured in (real, virtual)]
     requests = [measured.requests[list(COUNTERS)] for measured in (real, virtual)]
-    times = {
-        f"{name}_{side}": measured.summary[name][0]
-        for name in COMPARED
-        for side, measured in (("torch", real), ("roofline", virtual))
-    }
-    errors = {f"{name}_error": virtual.summary[name][0] / real.summary[name][0] - 1 for name in COMPARED}
+    medians = {name: statistics.median(summary[name][0] for summary in repeated) for name in COMPARED}
+    times = {f"{name}_torch": medians[name] for name in COMPARED}
+    times |= {f"{name}_roofline": virtual.summary[name][0] for name in COMPARED}
+    errors = {f"{name}_error": virtual.summary[name][0] / medians[name] - 1 for name in COMPARED}
     return {
         "num_steps": len(real.steps),
         "num_preemptions": real.summary["num_preemptions"][0],
