@@ -169,8 +169,15 @@ class Attention:
                 "ROWS": rows,
             },
             num_warps=8 if many else 4,
-            num_stages=min(3, self._num_stages()) if self.softcap > 0 else self._num_stages(),
+            num_stages=self._num_prefill_stages(half),
         )
+
+    def _num_prefill_stages(self, half: bool) -> int:
+        """As many as leave registers enough: a softcap takes some, float32 products twice those of half precision."""
+        stages = self._num_stages()
+        if self.softcap > 0:
+            stages = min(3, stages)
+        return stages if half or stages > 3 else min(2, stages)
 
     def _num_splits(self) -> int:
         num_programs = max(1, self.query.shape[0] * self.key_cache.shape[1])
