@@ -25,7 +25,7 @@ memory_waste() { run +experiment=paper_memory_waste; collect paper_memory_waste 
 
 throughput_sharegpt() {
   panel paper_13b sharegpt_paper 3600 .05,.1,.15,.2,.3,.4 .3,.4,.5,.6,.7,.8 .5,.7,.8,.9,1.0 .8,1.0,1.1,1.2,1.4 1.4,1.7,1.9,2.1,2.3,2.5
-  panel paper_66b sharegpt_paper 3600 .05,.08,.1,.15,.2 .1,.15,.2,.25,.3,.35,.4,.5 .2,.25,.3,.4,.5 .3,.4,.45,.5,.6,.65,.7,.8 \
+  panel paper_66b sharegpt_paper 3600 .05,.08,.1,.15,.2 .1,.15,.2,.25,.3,.35,.4,.5 .2,.25,.3,.4,.5,.6 .3,.4,.45,.5,.6,.65,.7,.8 \
     .7,.9,1.0,1.1,1.3,1.4,1.6,1.8
   panel paper_175b sharegpt_paper 900 .05,.1,.15,.2,.3,.5,.7 .6,.8,1.0,1.2,1.5,2,2.5,3 1.0,1.2,1.4,1.6,2.0,2.5,3,3.5,4 \
     1.4,1.6,1.8,2.0,2.3,2.8,3.3,3.8,4.5 2.0,2.3,2.6,2.9,3.2,3.8,4.5,5.2,6
@@ -34,7 +34,7 @@ throughput_sharegpt() {
 throughput_alpaca() {
   panel paper_13b alpaca_paper 300 1,2,2.5,3,4 2,3,4,5,6 12,14,16,18,20,23,26,30 18,20,22,24,27,30,33,37,42 24,28,32,36,40,46,52,60
   panel paper_66b alpaca_paper 300 .6,1,1.3,1.6,2 .8,1.1,1.4,1.7,2 5,6,7,8,9,10,11,13 8,10,11,12,14,16,18,20 15,18,20,22,25,28,32,36
-  panel paper_175b alpaca_paper 300 .4,.8,1.2,1.6,2.5,3.5 4,5,6,7,8,10,12,15,18 14,17,20,23,26,32,40,50 17,20,23,26,30,36,44,55 \
+  panel paper_175b alpaca_paper 300 .4,.8,1.2,1.6,2.5,3.5 4,5,6,7,8,10,12,15,18 14,17,20,23,26,32,36,40,44,50 17,20,23,26,30,36,44,55 \
     18,21,24,27,30,36,44,55
 }
 
@@ -49,16 +49,16 @@ sequences() {
 }
 
 parallel_sampling() {
-  sequences paper_parallel_sampling workload.n=2 .8,1.2,1.6,2,3 7,8,9,10,12 10,11,12,14,16 15,17,19,21,24
-  sequences paper_parallel_sampling workload.n=4 .3,.5,.7,1,1.5 3.5,4,4.5,5,6 5.5,6,7,8,9 8,9,10,12,14
-  sequences paper_parallel_sampling workload.n=6 .3,.5,.7,1,1.5 2,2.5,3,3.5,4 3.5,4,4.5,5,6 5.5,6.5,7.5,8.5,10
+  sequences paper_parallel_sampling workload.n=2 .8,1.2,1.6,2,3 7,9,10,12,14 10,12,14,16,18,21 12,17,19,21,24,28,33
+  sequences paper_parallel_sampling workload.n=4 .5,.7,1 3.5,4.5,5,6,7 5.5,7,8,9,10.5,12 7,9,10,12,14,16,19
+  sequences paper_parallel_sampling workload.n=6 .5,.7,1 2,3,3.5,4,5 3.5,4.5,5,6,7,8 5,6.5,7.5,8.5,10,12,14
   collect paper_parallel_sampling paper_parallel_sampling
 }
 
 beam_search() {
-  sequences paper_beam_search workload.beam_width=2 .8,1.2,1.6,2,3 6,7,8,9,10 7,8,9,10,12 14,16,18,20,23
-  sequences paper_beam_search workload.beam_width=4 .2,.3,.5,.7,1 2,2.5,3,3.5,4 3.5,4,5,6,7 7,8,9,10,12
-  sequences paper_beam_search workload.beam_width=6 .1,.2,.3,.5,.7 1.2,1.5,1.8,2.1,2.5 2,2.5,3,3.5,4 5,6,7,8,10
+  sequences paper_beam_search workload.beam_width=2 1.2,1.6,2.2 8,10,13,16 11,14,18,22 10,18,23,30,37
+  sequences paper_beam_search workload.beam_width=4 .4,.6,.9 3.5,4.5,6,7.5 5.5,7,9,11.5 6,11,14,18,21
+  sequences paper_beam_search workload.beam_width=6 .25,.4,.6 2.2,3,4,5 3.5,4.5,6,8 4,8,10,13,16
   collect paper_beam_search paper_beam_search
 }
 
@@ -74,8 +74,8 @@ swap_microbenchmark() { run +experiment=paper_swap_microbenchmark; collect paper
 
 shared_prefix() {
   local common=(+experiment=paper_shared_prefix workload.duration_s=200)
-  run "${common[@]}" workload.prefix.tokens=80 allocator=buddy_oracle workload.arrival.rate=22,26,30,34,38,42
-  run "${common[@]}" workload.prefix.tokens=80 allocator=paged workload.arrival.rate=46,50,60,70,80,90
+  run "${common[@]}" workload.prefix.tokens=80 allocator=buddy_oracle workload.arrival.rate=22,30,34,38,42
+  run "${common[@]}" workload.prefix.tokens=80 allocator=paged workload.arrival.rate=46,60,70,80,90
   run "${common[@]}" workload.prefix.tokens=341 allocator=buddy_oracle workload.arrival.rate=5,8,10,12,14,18
   run "${common[@]}" workload.prefix.tokens=341 allocator=paged workload.arrival.rate=30,34,38,42,46,50
   collect paper_shared_prefix paper_shared_prefix
