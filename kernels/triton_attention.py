@@ -173,11 +173,13 @@ class Attention:
         )
 
     def _num_prefill_stages(self, half: bool) -> int:
-        """As many as leave registers enough: a softcap takes some, float32 products twice those of half precision."""
+        """As many as leave registers enough: a softcap takes some, float32 products twice what half precision takes."""
         stages = self._num_stages()
+        if half:
+            return min(3, stages) if self.softcap > 0 else stages
         if self.softcap > 0:
-            stages = min(3, stages)
-        return stages if half or stages > 3 else min(2, stages)
+            return 1
+        return min(2, stages) if isinstance(self.where, BaseSlots) and self.query.shape[2] > 64 else stages
 
     def _num_splits(self) -> int:
         num_programs = max(1, self.query.shape[0] * self.key_cache.shape[1])

@@ -76,7 +76,7 @@ def _forward(
     input_ids: Tensor,
     *,
     position_ids: Tensor,
-    logits_to_keep: Tensor,
+    logits_to_keep: Tensor | int,
     kv_step: AttentionStep,
     **unused: Any,
 ) -> CausalLMOutput:
@@ -85,7 +85,8 @@ def _forward(
     hidden = decoder.embed_tokens(input_ids)
     positions = decoder.rotary_emb(hidden, position_ids)
     hidden = decoder.layers[0](hidden, position_embeddings=positions, kv_step=kv_step)
-    return CausalLMOutput(logits=model.lm_head(decoder.norm(hidden[:, logits_to_keep])))
+    kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # 0: all
+    return CausalLMOutput(logits=model.lm_head(decoder.norm(hidden[:, kept])))
 
 
 class LeanLayers(nn.Module):

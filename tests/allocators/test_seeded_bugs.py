@@ -157,8 +157,8 @@ class ForkCopiesOneTokenShort(StaticAllocator):
 
 
 class GroupPromptIsNotReplicated(StaticAllocator):
-    def allocate(self, rows, num_tokens, *, max_tokens):
-        grant = super().allocate(rows, num_tokens, max_tokens=max_tokens)
+    def allocate(self, rows, num_tokens, **options):
+        grant = super().allocate(rows, num_tokens, **options)
         return None if grant is None else Grant(slots=grant.slots)
 
 
