@@ -177,8 +177,8 @@ class Attention:
         stages = self._num_stages()
         if half:
             return min(3, stages) if self.softcap > 0 else stages
-        if self.softcap > 0:
-            return 1
+        if self.softcap > 0:  # a position at a time is looked up ahead; a tile of a block or region is not
+            return 1 if isinstance(self.where, BaseSlots) or self.where.block_size >= 16 else min(3, stages)
         return min(2, stages) if isinstance(self.where, BaseSlots) and self.query.shape[2] > 64 else stages
 
     def _num_splits(self) -> int:
