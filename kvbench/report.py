@@ -100,21 +100,17 @@ def _same_tokens(runs: list[Run]) -> str:
     note = ""
     if len(digests) > 1 and all(run.has_samples for run in runs):
         tables = [run.requests() for run in runs]
-        missed = _served_by_some(tables)
-        digests = {metrics.tokens_digest(table[~table["request_id"].isin(missed)]) for table in tables}
-        if tables[0]["request_id"].isin(missed).all():
+        served = [set(table.loc[table["status"] == "finished", "request_id"]) for table in tables]
+        by_all = set.intersection(*served)
+        if not by_all:
             return f"tokens: not comparable, no request was served in all {len(runs)} runs"
+        digests = {metrics.tokens_digest(table[table["request_id"].isin(by_all)]) for table in tables}
+        missed = sorted(set.union(*served) - by_all)
         if missed:
             note = f"; {len(missed)} requests not served by all: {textwrap.shorten(' '.join(map(str, missed)), 60)}"
     if len(digests) == 1:
         return f"tokens: identical in all {len(runs)} runs (sha256 {digests.pop()[:12]}){note}"
     return f"tokens: {len(digests)} different outputs among {len(runs)} runs{note}"
-
-
-def _served_by_some(tables: list[pd.DataFrame]) -> list[int]:
-    """Requests that some of the runs served and others rejected."""
-    served = [set(table.loc[table["status"] == "finished", "request_id"]) for table in tables]
-    return sorted(set.union(*served) - set.intersection(*served))
 
 
 def main() -> None:

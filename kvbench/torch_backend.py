@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,8 @@ from kvbench.executors.storage import KVStorage
 from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.request import Request
 from kvbench.sizing import available_bytes
+
+Choice = TypeVar("Choice", Layers, Decode)
 
 
 def validate(cfg: Config) -> None:
@@ -155,11 +157,7 @@ def _layers(cfg: Config, linear: Linear, obstacle: str | None) -> Layers:
     chosen = cfg.executor.layers
     if linear is not Linear.panels:
         obstacle = f"linear layers are {linear.value}, not panels (executor.linear)"
-    if chosen is Layers.lean and obstacle:
-        raise ConfigError(f"executor.layers: lean cannot be had: {obstacle}; use auto or model")
-    if chosen is Layers.auto:
-        return Layers.model if obstacle else Layers.lean
-    return chosen
+    return _unless(obstacle, "layers", chosen, Layers.lean, Layers.model)
 
 
 def _decode(cfg: Config, device: torch.device) -> Decode:
@@ -170,10 +168,18 @@ def _decode(cfg: Config, device: torch.device) -> Decode:
         obstacle = f"the device is {device.type}, not cuda (device.name)"
     elif implementation != "triton":
         obstacle = f"kernels are {implementation}, not triton (executor.kernels)"
-    if chosen is Decode.graphs and obstacle:
-        raise ConfigError(f"executor.decode: graphs cannot be had: {obstacle}; use auto or eager")
-    if chosen is Decode.auto:
-        return Decode.eager if obstacle else Decode.graphs
+    return _unless(obstacle, "decode", chosen, Decode.graphs, Decode.eager)
+
+
+def _unless(obstacle: str | None, key: str, chosen: Choice, faster: Choice, other: Choice) -> Choice:
+    """What ``executor.<key>`` comes to: auto is ``faster`` unless an obstacle stands in its way.
+
+    Raises ConfigError where ``faster`` is asked for and cannot be had.
+    """
+    if chosen is faster and obstacle:
+        raise ConfigError(f"executor.{key}: {faster.value} cannot be had: {obstacle}; use auto or {other.value}")
+    if chosen.value == "auto":
+        return other if obstacle else faster
     return chosen
 
 

@@ -24,7 +24,8 @@ def fig1(results: Path) -> Drawing:
         keys={"x": "metric.peak_batch", **SEED},
         values={"value": "metric.output_tokens_per_s"},
     ).assign(panel="", series="throughput")
-    drawing, axes = _compared(samples, "fig1", unit="tokens/s", width=3.6)
+    note = "whole runs: prefills, preemptions and the drain count; the profile's line is of decode steps alone"
+    drawing, axes = _compared(samples, "fig1", unit="tokens/s", width=3.6, note=note)
     axes.set(xlabel="batch size, requests", ylabel="throughput, tokens/s", xlim=(0, None), ylim=(0, None))
     return drawing
 
@@ -64,7 +65,8 @@ def fig18b(results: Path) -> Drawing:
         keep={"workload": list(columns.DATASETS), "allocator": ["paged"]},
     )
     samples = table.assign(panel="", series=table["workload"].map(columns.DATASETS))
-    drawing, axes = _compared(samples, "fig18b", unit="s/token")
+    note = "the cost model has no time per block in attention"
+    drawing, axes = _compared(samples, "fig18b", unit="s/token", note=note)
     style.block_size_axis(axes)
     style.log_latency_axis(axes)
     return drawing
@@ -104,11 +106,20 @@ def fig19b(results: Path) -> Drawing:
 
 
 def _compared(
-    samples: pd.DataFrame, name: str, *, unit: str, width: float = 4.6, published: pd.DataFrame | None = None
+    samples: pd.DataFrame,
+    name: str,
+    *,
+    unit: str,
+    width: float = 4.6,
+    published: pd.DataFrame | None = None,
+    note: str = "",
 ) -> tuple[Drawing, Axes]:
-    """One picture of ours and the published curves. samples: panel, series, x, value, a row per seed."""
+    """One picture of ours and the published curves. samples: panel, series, x, value, a row per seed.
+
+    note: why ours may differ, for the table.
+    """
     published = paper.load(name) if published is None else published
-    ours = over_seeds(samples)
+    ours = over_seeds(samples).assign(note=note)
     figure: Figure = style.canvas(2.7, width=width)
     axes: Axes = figure.subplots()
     for series, curve in published.groupby("series", sort=False):

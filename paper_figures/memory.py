@@ -15,6 +15,7 @@ from kvbench.palette import COLOURS
 from paper_figures import columns, paper, style
 from paper_figures.drawing import Drawing
 from paper_figures.fidelity import compare
+from paper_figures.latency import LEVEL
 from paper_figures.statistics import over_seeds
 from paper_figures.tables import read
 
@@ -130,15 +131,15 @@ def fig15(results: Path) -> Drawing:
 
 
 def _savings(path: Path, mode: str, key: str) -> pd.DataFrame:
-    """Saving by sequences per request, each seed's mean over the measured request rates."""
+    """Saving by sequences per request, each seed's mean over the request rates that were kept up with."""
     table = read(
         path,
         labels=LABELS,
         keys={**KEYS, "x": f"config.workload.{key}"},
-        values={"value": "metric.sharing_saving_fraction"},
+        values={"value": "metric.sharing_saving_fraction", "latency": columns.LATENCY},
         keep={"allocator": ["paged"], "workload": list(columns.DATASETS), "x": list(WIDTHS)},
     )
-    table = table.assign(panel=table["workload"].map(columns.DATASETS) + " " + mode)
+    table = table[table["latency"] <= LEVEL].assign(panel=table["workload"].map(columns.DATASETS) + " " + mode)
     by_seed = table.groupby(["panel", "x", "seed"], sort=False)["value"].mean().reset_index()
     return by_seed.assign(series="vLLM", value=100 * by_seed["value"])
 
