@@ -16,10 +16,10 @@ calibration: $(VENV)/ready
 	$(BIN)/python -m paper_figures.calibration
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-all: $(VENV)/ready
-	$(BIN)/python -m pytest -m "not gpu" --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -n auto -m "not gpu" --hypothesis-profile=thorough
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

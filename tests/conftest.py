@@ -1,5 +1,6 @@
-"""How many examples a property is tried on, and the command line as a fixture."""
+"""Threads, how many examples a property is tried on, and the command line as a fixture."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,10 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:  # most tests need neither the command line nor what it imports
     from tests.cli import Cli
+
+# Processes that test side by side share the cores. Read when torch is imported, which is later.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
 # The quick suite tries few; `make test-all` asks for the other profile.
 settings.register_profile("quick", max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
