@@ -59,8 +59,8 @@ class Engine:
                 if arrivals:
                     self.recorder.step(Decision(), self.executor.now(), "idle")
                     self.executor.wait_until(next_s)
-            elif not (self._can_leap and self._leap(next_s)):
-                self._step()
+            else:
+                self._advance(next_s)
         end_s = self.executor.now()
         self._free_prefixes()
         return end_s
@@ -86,9 +86,15 @@ class Engine:
             else:
                 self.scheduler.add(group)
 
-    def _step(self) -> None:
+    def _advance(self, until_s: float) -> None:
+        """Take the next step; or, where time is computed, all steps before ``until_s`` that need no decision."""
         start_s = self.executor.now()
-        decision = self.scheduler.schedule()
+        decision = self.scheduler.admit()
+        if not (self._can_leap and self._leap(decision, until_s)):
+            self.scheduler.complete(decision)
+            self._step(decision, start_s)
+
+    def _step(self, decision: Decision, start_s: float) -> None:
         if self._audit:
             self._check()
         step = self.recorder.step(decision, start_s, "prefill" if decision.is_prefill else "decode")
@@ -100,11 +106,11 @@ class Engine:
         self.recorder.timed(step, {"schedule": planned_s - start_s} | output.seconds)
         self._accept(decision, plan, rows_to_fill, output)
 
-    def _leap(self, until_s: float) -> bool:
-        """Take at once all steps before ``until_s`` that need no decision, with the effect of taking them one
-        by one. False, with nothing done, if the very next one needs one.
+    def _leap(self, decision: Decision, until_s: float) -> bool:
+        """Take at once all steps before ``until_s`` that need no decision but this, with the effect of taking them
+        one by one. False, with nothing done, if the very next one needs more.
         """
-        num_steps, num_tokens = self.scheduler.quiet_steps()
+        num_steps, num_tokens = self.scheduler.quiet_steps(decision)
         if not num_steps:
             return False
         rows = self.scheduler.running_rows

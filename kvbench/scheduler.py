@@ -60,20 +60,21 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.preempted)
 
-    def schedule(self) -> Decision:
-        """Plan the next step; call only while ``has_work``. The decision always runs something."""
+    def admit(self) -> Decision:
+        """Begin the next step; call only while ``has_work``. Whoever can come in does, for a step of their prefill."""
         decision, self._granted = self._granted, Decision()
-        while not decision.groups:
-            self._resume(decision)
-            if not self.preempted:
-                self._admit(decision)
-            decision.is_prefill = bool(decision.groups)
-            if not decision.is_prefill:
-                if not self.running:
-                    raise RuntimeError("the queue's head does not fit an empty pool: it should have been rejected")
-                self._force_preemption(decision)
-                self._grow(decision)
+        self._bring_in(decision)
         return decision
+
+    def complete(self, decision: Decision) -> None:
+        """Have the step run something: where nobody came in, every running group decodes that slots suffice for."""
+        while not decision.groups:
+            if not self.running:
+                raise RuntimeError("the queue's head does not fit an empty pool: it should have been rejected")
+            self._force_preemption(decision)
+            self._grow(decision)
+            if not decision.groups:
+                self._bring_in(decision)
 
     def commit(self, groups: list[Group]) -> None:
         """The KV of the groups' prompts is written; whoever was refused may find it."""
@@ -130,14 +131,15 @@ class Scheduler:
         """The rows of a running group are others, or in another order."""
         self._running_rows = None
 
-    def quiet_steps(self) -> tuple[int, int]:
-        """Decode steps ahead that need no decision, as long as the pool holds out and nobody arrives, and the
-        tokens of the running rows now.
+    def quiet_steps(self, decision: Decision) -> tuple[int, int]:
+        """Decode steps ahead, the one that ``decision`` begins first, that need no other decision, as long as the
+        pool holds out and nobody arrives; and the tokens of the running rows now.
 
-        They end with the one that ends a sequence. (0, 0): beams, EOS, catching up, an admission that may succeed,
-        or a preemption by force could intervene.
+        They end with the one that ends a sequence. (0, 0): the step does more than decode, or beams, EOS, catching
+        up, or a preemption by force could intervene.
         """
-        if not self.running or self.config.force_preemption_every or self._granted.copies or self._may_admit():
+        does_more = decision.groups or decision.copies or decision.num_preemptions
+        if does_more or not self.running or self.config.force_preemption_every:
             return 0, 0
         return self.table.quiet_steps(self.running_rows)
 
@@ -151,20 +153,16 @@ class Scheduler:
         admissible = np.append(before.free - before.withheld, growth.free - growth.withheld)
         return self._refused_slots <= admissible[:-1]
 
-    def _may_admit(self) -> bool:
-        """Whether the next :meth:`schedule` could bring in a group, should nothing be freed before."""
-        if self._refused_slots is not None or not self.num_queued:
-            return False
-        if self.preempted:
-            return True
-        if self._batch_is_closed():
-            return False
-        return self.table.num_free >= self.waiting[0].request.num_sequences
-
     def _batch_is_closed(self) -> bool:
         return self.config.batching is Batching.static and bool(self.running)
 
     # -- admission ---------------------------------------------------------------------------------
+
+    def _bring_in(self, decision: Decision) -> None:
+        self._resume(decision)
+        if not self.preempted:
+            self._admit(decision)
+        decision.is_prefill = bool(decision.groups)
 
     def _resume(self, decision: Decision) -> None:
         """Bring preempted groups back, oldest first, until one does not fit."""

@@ -1,6 +1,7 @@
 """Steps taken at once leave exactly the records of steps taken one by one."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -47,10 +48,10 @@ def play(
     calls = 0
     step = engine._step
 
-    def counted() -> None:
+    def counted(*args: Any) -> None:
         nonlocal calls
         calls += 1
-        step()
+        step(*args)
 
     engine._step = counted  # type: ignore[method-assign]
     end_s = engine.run([make_group(request, allocator, policy, MAX_TOKENS, ()) for request in requests])
