@@ -49,16 +49,16 @@ sequences() {
 }
 
 parallel_sampling() {
-  sequences paper_parallel_sampling workload.n=2 .8,1.2,1.6,2,3 7,9,10,12,14 10,12,14,16,18,21 12,17,19,21,24,28,33
-  sequences paper_parallel_sampling workload.n=4 .5,.7,1 3.5,4.5,5,6,7 5.5,7,8,9,10.5,12 7,9,10,12,14,16,19
-  sequences paper_parallel_sampling workload.n=6 .5,.7,1 2,3,3.5,4,5 3.5,4.5,5,6,7,8 5,6.5,7.5,8.5,10,12,14
+  sequences paper_parallel_sampling workload.n=2 .8,1.2,1.6,2,3 7,9,10,12,14,17 10,12,14,16,18,21 12,17,19,21,24,28,33
+  sequences paper_parallel_sampling workload.n=4 .5,.7,1,1.5 3.5,4.5,5,6,7,8.5 5.5,7,8,9,10.5,12 7,9,10,12,14,16,19
+  sequences paper_parallel_sampling workload.n=6 .5,.7,1,1.5 2,3,3.5,4,5,6 3.5,4.5,5,6,7,8.5 5,6.5,7.5,8.5,10,12,14
   collect paper_parallel_sampling paper_parallel_sampling
 }
 
 beam_search() {
-  sequences paper_beam_search workload.beam_width=2 1.2,1.6,2.2 8,10,13,16 11,14,18,22 10,18,23,30,37
-  sequences paper_beam_search workload.beam_width=4 .4,.6,.9 3.5,4.5,6,7.5 5.5,7,9,11.5 6,11,14,18,21
-  sequences paper_beam_search workload.beam_width=6 .25,.4,.6 2.2,3,4,5 3.5,4.5,6,8 4,8,10,13,16
+  sequences paper_beam_search workload.beam_width=2 1.2,1.6,2.2,3 8,10,13,16,20 11,14,18,22,27 10,18,23,30,37,45
+  sequences paper_beam_search workload.beam_width=4 .4,.6,.9 3.5,4.5,6,7.5,9 5.5,7,9,11.5,14 6,11,14,18,21,25
+  sequences paper_beam_search workload.beam_width=6 .25,.4,.6,.9 2.2,3,4,5,6.5 3.5,4.5,6,8,10 4,8,10,13,16,20
   collect paper_beam_search paper_beam_search
 }
 
