@@ -91,14 +91,10 @@ class ContiguousAllocator(Allocator):
         if num_steps < 1 or not rows.size:
             return None
         before = self.usage()
-        written = np.arange(1, num_steps + 1) * rows.size
-        pool = np.zeros((5, num_steps), dtype=np.int64)
-        pool[0], pool[1] = before.token_states + written, before.vacant - written
-        pool[2], pool[3] = before.free, before.mapped
         self._lengths[rows] += num_steps
         self._token_states += num_steps * rows.size
         capacities = np.broadcast_to(self._capacity[rows], (num_steps, rows.size))
-        return Growth(pool, np.zeros(num_steps, np.int64), capacities)
+        return Growth(before, np.zeros(num_steps, np.int64), capacities)
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
         parents, lengths = self._live_rows(parents, self._lengths)

@@ -97,15 +97,7 @@ class PagedAllocator(Allocator):
     def grow(self, rows: IntArray, num_steps: int) -> Growth | None:
         before = self.usage()
         taken, capacities = self._device.grow(rows, num_steps, self.pool.max_tokens)
-        if not taken.size:
-            return None
-        slots = taken * self.block_size
-        written = np.arange(rows.size, (taken.size + 1) * rows.size, rows.size)
-        free = before.free - slots
-        pool = np.empty((5, taken.size), dtype=np.int64)
-        pool[0], pool[1] = before.token_states + written, before.vacant + slots - written
-        pool[2], pool[3], pool[4] = free, before.mapped + slots, np.minimum(before.cached, free)
-        return Growth(pool, np.minimum(self._watermark * self.block_size, free), capacities)
+        return Growth(before, taken * self.block_size, capacities) if taken.size else None
 
     def fork(self, parents: ArrayLike, children: ArrayLike) -> Grant | None:
         parents, _ = self._live_rows(parents, self._device.lengths)

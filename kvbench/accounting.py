@@ -89,3 +89,20 @@ def _note_changes(step, rows, uids, capacities, capacity, uid, events, count):
                 events[count, 0], events[count, 1], events[count, 2] = step + later, uid[row], capacity[row]
                 count += 1
     return count
+
+
+@numba.njit(types.void(types.float64[:, :], _READ, *[types.int64] * 10), cache=True)
+def note_growth(
+    pool, taken, num_rows, num_slots, token_states, vacant, rounding, free, withheld, mapped, host_held, cached
+):
+    """Write token_states, vacant, free, mapped and cached slots after each step of a growth: float64 ``[5, steps]``.
+
+    taken, num_rows: of the growth; all others: of the pool before it, in the order of ``Usage``.
+    """
+    for step in range(taken.size):
+        written = num_rows * (step + 1)
+        pool[0, step] = token_states + written
+        pool[1, step] = vacant + taken[step] - written
+        pool[2, step] = free - taken[step]
+        pool[3, step] = mapped + taken[step]
+        pool[4, step] = min(cached, free - taken[step])

@@ -133,24 +133,24 @@ class Usage(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Decode steps taken at once, and the pool after each of them.
+    """Decode steps taken at once: one token more for each of ``n`` rows in each of them.
 
-    pool: int64 ``[5, num_steps]``, token_states, vacant, free, mapped and cached as in :class:`Usage`.
-    withheld: int64 ``[num_steps]``, as in :class:`Usage`.
+    before: the pool before the first step. What it is after each follows from the slots ``taken``.
+    taken: int64 ``[num_steps]``, slots that were free before and are held after each step.
     capacities: int64 ``[num_steps, n]``, of the rows that grew.
     """
 
-    pool: IntArray
-    withheld: IntArray
+    before: Usage
+    taken: IntArray
     capacities: IntArray
 
     @property
     def num_steps(self) -> int:
-        return len(self.withheld)
+        return len(self.taken)
 
     @property
     def free(self) -> IntArray:
-        return self.pool[2]
+        return self.before.free - self.taken
 
 
 class Allocator(ArgumentChecks, ABC):

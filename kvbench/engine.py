@@ -119,16 +119,13 @@ class Engine:
         times = np.empty(num_steps + 1)  # when each step starts, and the end
         times[0], times[1:] = self.executor.now(), seconds
         times.cumsum(out=times)
-        usage = self.allocator.usage()
         growth = self.allocator.grow(rows, int(times[:-1].searchsorted(until_s)))
         if growth is None:
             return False
         count = growth.num_steps
-        self.recorder.leap(growth, times[:count], seconds[:count], self.scheduler.stranded(growth, usage))
+        self.recorder.leap(growth, times[:count], seconds[:count], self.scheduler.stranded(growth))
         self.executor.wait_until(float(times[count]))
-        ends = times[1 : count + 1].copy()  # not a view of what was foreseen beyond
-        for group in self.scheduler.running:
-            group.round_times_s.append(ends)
+        self.scheduler.rounds.extend(times[1 : count + 1])
         ended = self.table.advance(rows, count)
         if self._audit:
             self._check()
@@ -219,21 +216,27 @@ class Engine:
         else:
             table.computed[plan.rows] = plan.lengths
         now = np.array([self.executor.now()])
-        beam_rows = plan.rows[plan.sample.beam_rows] if len(plan.sample.beam_rows) else rows_to_fill[:0]
-        advanced = {*rows_to_fill.tolist(), *beam_rows.tolist()}
+        groups = decision.groups
+        if decision.is_prefill:
+            groups = self._ready(groups, plan, rows_to_fill)
+            for group in groups:
+                group.round_times_s.append(now)
+        else:
+            self.scheduler.rounds.extend(now)
         table.push(rows_to_fill, output.tokens)
         ended = table.length[rows_to_fill] == table.limit[rows_to_fill]
         if self.eos:
             ended |= table.stops_at_eos[rows_to_fill] & np.isin(output.tokens, self.eos)
-        beams = []
-        for group in decision.groups:
-            if group.rows.item(0) in advanced:
-                group.round_times_s.append(now)
-                if group.beam is not None:
-                    beams.append(group)
+        beams = [group for group in groups if group.beam is not None]
         self._end_rows(decision.groups, rows_to_fill[ended])
         if beams:
             self._advance_beams(beams, plan, output, are_born=decision.is_prefill)
+
+    @staticmethod
+    def _ready(groups: list[Group], plan: StepPlan, rows_to_fill: IntArray) -> list[Group]:
+        """Those of the groups of a prefill that yield tokens; others have more to catch up with."""
+        ready = {*rows_to_fill.tolist(), *plan.rows[plan.sample.beam_rows].tolist()}
+        return [group for group in groups if group.rows.item(0) in ready]
 
     def _advance_beams(self, groups: list[Group], plan: StepPlan, output: StepOutput, *, are_born: bool) -> None:
         """Choose the next beams of every group; those that are born in this step have one candidate row alone."""

@@ -31,7 +31,9 @@ class Group:
     content: keys of the prompt's full blocks, for an allocator that finds them by content.
     num_cached_tokens: tokens of the prompt whose KV was in the pool when the group was first admitted.
     num_lost_tokens: tokens whose KV was dropped and is yet to be computed again.
-    round_times_s: when each decoding round of the group returned, in pieces that groups may share.
+    first_round: number of the first decode step since the group last began to run.
+    round_times_s: when each step that gave the group a token per sequence returned, in pieces; those of its decode
+        steps are added when it stops running.
     """
 
     request: Request
@@ -43,6 +45,7 @@ class Group:
     scores: list[float] = field(default_factory=list)
     content: IntArray | None = None
     admitted_s: float | None = None
+    first_round: int = 0
     round_times_s: list[Seconds] = field(default_factory=list)
     finished_s: float | None = None
     error: str | None = None
@@ -54,7 +57,7 @@ class Group:
 
     @property
     def token_times_s(self) -> Seconds:
-        """When each decoding round returned (the first one: time to first token)."""
+        """When each token of a sequence came (the first one: time to first token); call when the group has ended."""
         return np.concatenate([np.empty(0), *self.round_times_s])
 
     @property

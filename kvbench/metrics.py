@@ -76,7 +76,7 @@ def summarize(
         hits = int(done["num_cached_tokens"].sum()) / int(done["prompt_tokens"].sum())
         metrics["prefix_hit_fraction"] = (hits, "of prompt tokens")
         metrics["normalized_latency_s"] = (float(done["normalized_latency_s"].mean()), "s/token")
-    gaps = np.concatenate([np.empty(0), *(np.diff(times) for times in done["token_times_s"])])
+    gaps = _gaps_s(done["token_times_s"].tolist())
     for name in ("ttft_s", "tpot_s", "latency_s", "queueing_s"):
         metrics |= _distribution(name, done[name].dropna().to_numpy(float), "s")
     metrics |= _distribution("itl_s", gaps, "s")
@@ -92,6 +92,14 @@ def tokens_digest(requests: pd.DataFrame) -> str:
     """SHA-256 of every request's generated tokens, in request order: equal runs served equal tokens."""
     outputs = [[np.asarray(tokens).tolist() for tokens in outputs] for outputs in requests["outputs"]]
     return hashlib.sha256(json.dumps(outputs).encode()).hexdigest()
+
+
+def _gaps_s(times_s: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Time between tokens, over all requests, given the times of each one's."""
+    if not times_s:
+        return np.empty(0)
+    ends = np.cumsum([len(own) for own in times_s])
+    return np.delete(np.diff(np.concatenate(times_s)), ends[:-1] - 1)
 
 
 def _distribution(name: str, samples: np.ndarray, unit: str) -> Metrics:

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from kvbench.accounting import Attribution
+from kvbench.accounting import Attribution, note_growth
 from kvbench.allocator import Allocator, Growth
 from kvbench.decision import Decision
 from kvbench.group import Group, Status
@@ -27,7 +27,8 @@ _COLUMNS = (
     *("num_preemptions", "num_recomputed_tokens", *(f"{cause}_slots" for cause in _CAUSES), *SECONDS),
 )
 _START, _STRANDED, _MODEL = (_COLUMNS.index(name) for name in ("start_s", "stranded", "model_s"))
-_POOL = slice(_COLUMNS.index("token_states"), _COLUMNS.index("cached") + 1)  # the rows of `Growth.pool`
+_POOL = slice(_COLUMNS.index("token_states"), _COLUMNS.index("cached") + 1)  # what `note_growth` writes
+_DECODE, _ZEROS = KINDS.index("decode"), (0,) * len(_COLUMNS[_STRANDED:])
 
 
 class Recorder:
@@ -82,18 +83,18 @@ class Recorder:
         if len(prefixes):
             capacities = np.hstack([capacities, np.tile(self._allocator.capacity(prefixes), (growth.num_steps, 1))])
         self._attribution.observe(len(self._steps), rows, self._table.uid[rows], capacities)
-        usage = self._allocator.usage()
+        before, num_grown = growth.before, growth.capacities.shape[1]
         steps = self._steps.extend(
             (
-                *(0.0, KINDS.index("decode"), *self._queues(), growth.capacities.shape[1], stranded is not None),
-                *(0, 0, 0, 0, 0, usage.rounding, usage.host_held),
-                *(0 for _ in _COLUMNS[_STRANDED:]),
+                *(0.0, _DECODE, *self._queues(), num_grown, stranded is not None),
+                *(0, 0, 0, 0, 0, before.rounding, before.host_held, *_ZEROS),
             ),
             growth.num_steps,
         )
-        steps[:, _START], steps[:, _MODEL], steps[:, _POOL] = starts_s, model_s, growth.pool.T
+        steps[_START], steps[_MODEL] = starts_s, model_s
+        note_growth(steps[_POOL], growth.taken, num_grown, *before)
         if stranded is not None:
-            steps[:, _STRANDED] = np.where(stranded, growth.free, 0)
+            steps[_STRANDED] = np.where(stranded, growth.free, 0)
 
     def end_sequence(self, uid: int, num_tokens: int) -> None:
         self._attribution.end(uid, num_tokens)

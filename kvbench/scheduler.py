@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.allocator import Allocator, Capability, Growth, IntArray, Usage
+from kvbench.allocator import Allocator, Capability, Growth, IntArray
 from kvbench.config import Batching, Preemption, SchedulerConfig
 from kvbench.content import block_keys
 from kvbench.decision import Decision
 from kvbench.group import Group, Status
 from kvbench.prefixes import ResidentPrefixes, resident
 from kvbench.request import Request
+from kvbench.rounds import Rounds
 from kvbench.sequences import SequenceTable
 
 
@@ -32,6 +33,7 @@ class Scheduler:
         self.waiting: deque[Group] = deque()
         self.running: list[Group] = []
         self.preempted: list[Group] = []
+        self.rounds = Rounds()
         self.prefixes = ResidentPrefixes(allocator, table)
         self._swaps = Capability.SWAP in allocator.supports and config.preemption is not Preemption.recompute
         self._reserves = Capability.RESERVES_GROWTH in allocator.supports
@@ -109,9 +111,7 @@ class Scheduler:
         self.rows_changed()
 
     def retire(self, group: Group) -> None:
-        self.running.remove(group)
-        self.rows_changed()
-        group.status = Status.FINISHED
+        self._leave(group, Status.FINISHED)
 
     @property
     def running_rows(self) -> IntArray:
@@ -143,15 +143,15 @@ class Scheduler:
             return 0, 0
         return self.table.quiet_steps(self.running_rows)
 
-    def stranded(self, growth: Growth, before: Usage) -> NDArray[np.bool_] | None:
+    def stranded(self, growth: Growth) -> NDArray[np.bool_] | None:
         """For each of steps taken at once, whether the queue's head, which stood refused, was stranded as it began.
 
-        before: the pool before the first of them. None: nobody stood refused.
+        None: nobody stood refused.
         """
         if self._refused_slots is None or not self.num_queued or self._batch_is_closed():
             return None
-        admissible = np.append(before.free - before.withheld, growth.free - growth.withheld)
-        return self._refused_slots <= admissible[:-1]
+        taken = np.append(0, growth.taken[:-1])  # as each step began; the watermark's slots go last
+        return self._refused_slots <= np.maximum(growth.before.free - growth.before.withheld - taken, 0)
 
     def _batch_is_closed(self) -> bool:
         return self.config.batching is Batching.static and bool(self.running)
@@ -248,6 +248,7 @@ class Scheduler:
 
     def _run(self, group: Group) -> None:
         group.status = Status.RUNNING
+        group.first_round = len(self.rounds)
         insort(self.running, group, key=_arrival)
         self.rows_changed()
 
@@ -292,12 +293,17 @@ class Scheduler:
         self._stop(group, Status.PREEMPTED, decision)
 
     def _stop(self, group: Group, status: Status, decision: Decision) -> None:
-        group.status = status
+        self._leave(group, status)
         group.num_preemptions += 1
         decision.num_preemptions += 1
+        insort(self.preempted, group, key=_arrival)
+
+    def _leave(self, group: Group, status: Status) -> None:
+        """The group runs no more."""
+        group.status = status
+        group.round_times_s.append(self.rounds.since(group.first_round))
         self.running.remove(group)
         self.rows_changed()
-        insort(self.preempted, group, key=_arrival)
 
 
 def _arrival(group: Group) -> tuple[float, int]:

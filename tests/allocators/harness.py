@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.accounting import note_growth
 from kvbench.allocator import Allocator, AllocatorMisuse, Capability, Grant, Layout, Pool, Tier, Usage
 from tests.allocators.cache_model import CacheModel
 from tests.allocators.state import state_of
@@ -114,14 +115,19 @@ class Harness:
         self.sound = False
         twin, before = deepcopy(self.allocator), self.allocator.usage()
         growth = self.allocator.grow(np.array(rows, dtype=np.int64), num_steps)
-        for i in range(growth.num_steps if growth else 0):
+        noted = np.empty((5, growth.num_steps if growth else 0))
+        if growth:
+            note_growth(noted, growth.taken, len(rows), *growth.before)
+        for i in range(noted.shape[1]):
             grant = twin.append(rows)
             assert grant is not None, "a refused step was taken"
             assert not grant.copies, "a step that copies was taken"
             usage = twin.usage()
             pool = [usage.token_states, usage.vacant, usage.free, usage.mapped, usage.cached]
-            assert growth.pool[:, i].tolist() == pool, f"the pool after step {i}"
-            assert growth.withheld[i] == usage.withheld
+            assert growth.before == before
+            assert noted[:, i].tolist() == pool, f"the pool after step {i}"
+            assert growth.free[i] == usage.free
+            assert usage.withheld == min(before.withheld, usage.free), "the watermark's slots are not the last to go"
             assert growth.capacities[i].tolist() == twin.capacity(rows).tolist()
             tokens = self._new_tokens(len(rows))
             self._write(grant, tokens)
