@@ -45,7 +45,7 @@ class Engine:
         self.eos = eos
         self._on_finish = on_finish
         self._audit = audit
-        self._can_leap = executor.foresee(1, 1, 1) is not None
+        self._can_leap = executor.foresee(1, 1, 1, 0.0) is not None
 
     def run(self, groups: Iterable[Group]) -> float:
         """Serve ``groups`` (sorted by arrival); returns the time at which the last one ended, in seconds."""
@@ -114,12 +114,10 @@ class Engine:
         if not num_steps:
             return False
         rows = self.scheduler.running_rows
-        seconds = self.executor.foresee(len(rows), num_tokens, num_steps)
-        assert seconds is not None
-        times = np.empty(num_steps + 1)  # when each step starts, and the end
-        times[0], times[1:] = self.executor.now(), seconds
-        times.cumsum(out=times)
-        growth = self.allocator.grow(rows, int(times[:-1].searchsorted(until_s)))
+        foreseen = self.executor.foresee(len(rows), num_tokens, num_steps, until_s)
+        assert foreseen is not None
+        times, seconds = foreseen
+        growth = self.allocator.grow(rows, len(seconds))
         if growth is None:
             return False
         count = growth.num_steps

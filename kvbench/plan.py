@@ -98,10 +98,13 @@ class Executor(Protocol):
     def run(self, plan: StepPlan) -> StepOutput:
         """Execute one step."""
 
-    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int) -> Seconds | None:
-        """Seconds of each of the next ``num_steps`` steps in which ``num_rows`` rows decode one token each
-        and nothing else happens, float64 ``[num_steps]``; :meth:`run` would take exactly as long.
+    def foresee(
+        self, num_rows: int, kv_tokens: int, num_steps: int, until_s: float
+    ) -> tuple[Seconds, Seconds] | None:
+        """The next steps, at most ``num_steps``, that start before ``until_s``, in which ``num_rows`` rows decode
+        one token each and nothing else happens.
 
-        kv_tokens: tokens whose KV the first of them reads, its new ones included.
+        When each of the n steps starts, and the last one ends, float64 ``[n + 1]``; the seconds that :meth:`run`
+        would take for each, ``[n]``. kv_tokens: tokens whose KV the first of them reads, its new ones included.
         None where time is measured, not computed: such steps cannot be leapt over.
         """

@@ -12,16 +12,14 @@ A phase takes the longer of its arithmetic and its memory traffic; phases follow
 Activations and the writing of new KV are left out: they are below 1 % of the weights' traffic.
 """
 
-from typing import TypeVar
-
+import numba
 import numpy as np
-from numpy.typing import NDArray
+from numba import types
 
 from kvbench.allocator import Copies, Tier
 from kvbench.device_profile import DeviceProfile
 from kvbench.geometry import ModelShape
-
-Number = TypeVar("Number", float, NDArray[np.float64])
+from kvbench.plan import Seconds
 
 
 class CostModel:
@@ -47,16 +45,31 @@ class CostModel:
         self._move_slot_s = slot_bytes / (device.host_bytes_per_s * device.num_devices)
         self._move_range_s = device.transfer_s * max(1, layers * device.transfers_per_layer)
 
-    def step_s(self, num_tokens: int, num_sampled: int, kv_tokens: Number, pairs: Number) -> Number:
+    def step_s(self, num_tokens: int, num_sampled: int, kv_tokens: float, pairs: float) -> float:
         """num_tokens: new tokens of all sequences. num_sampled: sequences that yield a token.
 
         kv_tokens: tokens whose K and V are read, summed over sequences. pairs: query-key pairs.
         """
+        attention = max(self._pair_s * pairs, self._read_s * kv_tokens)
+        return attention + self._beside_attention_s(num_tokens, num_sampled)
+
+    def decodes_s(
+        self, num_rows: int, kv_tokens: int, num_steps: int, start_s: float, until_s: float
+    ) -> tuple[Seconds, Seconds]:
+        """Steps in which ``num_rows`` rows decode a token each, the first at ``start_s``, at most ``num_steps`` and
+        none that would start at ``until_s`` or later. kv_tokens: read by the first of them.
+
+        When each of the n steps starts, and the last one ends, ``[n + 1]``; the :meth:`step_s` of each, ``[n]``.
+        """
+        times, seconds = np.empty(num_steps + 1), np.empty(num_steps)
+        fixed_s = self._beside_attention_s(num_rows, num_rows)
+        count = _decodes(num_rows, kv_tokens, fixed_s, self._pair_s, self._read_s, start_s, until_s, times, seconds)
+        return times[: count + 1], seconds[:count]
+
+    def _beside_attention_s(self, num_tokens: int, num_sampled: int) -> float:
         products = self._products_s(num_tokens, num_sampled)
         reductions = self._reduce_s + self._reduce_token_s * num_tokens
-        outside = self._device.step_s + self._device.sequence_s * num_sampled
-        attention = np.maximum(self._pair_s * pairs, self._read_s * kv_tokens)
-        return attention + (products + reductions + outside)
+        return products + reductions + (self._device.step_s + self._device.sequence_s * num_sampled)
 
     def _products_s(self, num_tokens: int, num_sampled: int) -> float:
         """Every layer's products for the new tokens, and the output layer's for those that are sampled from."""
@@ -78,3 +91,19 @@ class CostModel:
         if copies.source is copies.destination is Tier.DEVICE:
             return self._copy_slot_s * num_slots + self._device.copy_s * len(copies.ranges)
         return self._move_slot_s * num_slots + self._move_range_s * len(copies.ranges)
+
+
+@numba.njit(
+    types.int64(*[types.int64] * 2, *[types.float64] * 5, types.float64[::1], types.float64[::1]),
+    cache=True,
+)
+def _decodes(num_rows, kv_tokens, fixed_s, pair_s, read_s, start_s, until_s, times, seconds):
+    """Compiled, since every leap over steps waits for it; adds up in the order of steps taken one by one."""
+    times[0] = start_s
+    for step in range(seconds.size):
+        if times[step] >= until_s:
+            return step
+        read = float(kv_tokens + step * num_rows)
+        seconds[step] = max(pair_s * read, read_s * read) + fixed_s
+        times[step + 1] = times[step] + seconds[step]
+    return seconds.size

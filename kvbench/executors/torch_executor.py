@@ -73,7 +73,7 @@ class TorchExecutor:
     def wait_until(self, time_s: float) -> None:
         time.sleep(max(0.0, time_s - self.now()))
 
-    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int) -> None:
+    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int, until_s: float) -> None:
         """Wall-clock time is measured."""
 
     @torch.inference_mode()

@@ -36,7 +36,7 @@ class ScriptedExecutor:
     def wait_until(self, time_s: float) -> None:
         self._time = max(self._time, time_s)
 
-    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int) -> None:
+    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int, until_s: float) -> None:
         """Every step is to be checked."""
 
     def run(self, plan: StepPlan) -> StepOutput:

@@ -31,7 +31,7 @@ MAX_TOKENS, MAX_ROWS = 64, 12
 class Stepping(RooflineExecutor):
     """The same clock, which cannot be leapt over."""
 
-    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int) -> None:  # type: ignore[override]
+    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int, until_s: float) -> None:  # type: ignore[override]
         return None
 
 
