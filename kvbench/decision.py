@@ -6,13 +6,14 @@ from kvbench.allocator import Copies, Grant, IntArray
 from kvbench.group import Group
 
 
-@dataclass
+@dataclass(slots=True)
 class Decision:
     """What the next step does.
 
     groups: those that run. rows: int64 ``[n]`` rows that run, num_new: int64 ``[n]`` their new tokens,
         slots: int64 ``[sum(num_new)]`` those tokens' slots.
-    copied_slots: slots copied, by cause.
+    num_new_tokens: the sum of ``num_new``.
+    copied_slots: slots copied, by cause (``cow``, ``fork``, ``prompt``, ``swap_out``, ``swap_in``).
     refused: the queue's head was refused; stranded: although enough free slots existed.
     """
 
@@ -22,21 +23,23 @@ class Decision:
     slots: list[IntArray] = field(default_factory=list)
     copies: list[Copies] = field(default_factory=list)
     late_copies: list[Copies] = field(default_factory=list)
-    copied_slots: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("cow", "fork", "prompt", "swap_out", "swap_in"), 0)
-    )
+    copied_slots: dict[str, int] = field(default_factory=dict)
+    num_new_tokens: int = 0
     is_prefill: bool = False
     refused: bool = False
     stranded: bool = False
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
 
-    def run(self, group: Group, rows: IntArray, num_new: IntArray) -> None:
-        self.groups.append(group)
+    def run(self, groups: list[Group], rows: IntArray, num_new: IntArray) -> None:
+        """Have the groups run, by these of their rows."""
+        self.groups += groups
         self.rows.append(rows)
         self.num_new.append(num_new)
+        self.num_new_tokens += int(num_new.sum())
 
     def take(self, grant: Grant, cause: str, *, late: bool = False) -> None:
-        (self.late_copies if late else self.copies).extend(grant.copies)
         self.slots.append(grant.slots)
-        self.copied_slots[cause] += grant.num_copied_slots
+        if grant.copies:
+            (self.late_copies if late else self.copies).extend(grant.copies)
+            self.copied_slots[cause] = self.copied_slots.get(cause, 0) + grant.num_copied_slots

@@ -150,9 +150,8 @@ class Engine:
             order = np.argsort(~is_decode, kind="stable")
             by_token = np.argsort(np.repeat(~is_decode, num_new), kind="stable")
             rows, num_new, slots = rows[order], num_new[order], [np.concatenate(slots)[by_token]]
-        lengths = table.computed[rows] + num_new
-        known = table.length[rows]
-        sample, rows_to_fill = self._sample_spec(decision, rows, (lengths == known) & (known < table.limit[rows]))
+        lengths, picks, beams = table.after(rows, num_new)
+        sample, rows_to_fill = self._sample_spec(decision, rows, picks, beams)
         plan = StepPlan(
             copies=decision.copies,
             late_copies=decision.late_copies,
@@ -178,12 +177,11 @@ class Engine:
         else:
             plan.base_slots = allocator.base_slots(rows)
 
-    def _sample_spec(self, decision: Decision, rows: IntArray, ready: IntArray) -> tuple[SampleSpec, IntArray]:
-        """Rows that have caught up yield a token each, a fresh prompt one for each of its sequences, a prefix none."""
-        table = self.table
-        is_beam = table.is_beam[rows]
-        picks, beams = (ready & ~is_beam).nonzero()[0], (ready & is_beam).nonzero()[0]
-        to_fill = rows[picks]
+    def _sample_spec(
+        self, decision: Decision, rows: IntArray, picks: IntArray, beams: IntArray
+    ) -> tuple[SampleSpec, IntArray]:
+        """Rows that have caught up (``picks``) yield a token each, a fresh prompt one for each of its sequences."""
+        table, to_fill = self.table, rows[picks]
         if decision.is_prefill and any(len(group.rows) > 1 for group in decision.groups):
             siblings = {int(group.rows[0]): group.rows for group in decision.groups}
             families = [siblings[int(row)] for row in to_fill]
@@ -221,8 +219,7 @@ class Engine:
                 group.round_times_s.append(now)
         else:
             self.scheduler.rounds.extend(now)
-        table.push(rows_to_fill, output.tokens)
-        ended = table.length[rows_to_fill] == table.limit[rows_to_fill]
+        ended = table.push(rows_to_fill, output.tokens)
         if self.eos:
             ended |= table.stops_at_eos[rows_to_fill] & np.isin(output.tokens, self.eos)
         beams = [group for group in groups if group.beam is not None]

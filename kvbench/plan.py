@@ -98,9 +98,7 @@ class Executor(Protocol):
     def run(self, plan: StepPlan) -> StepOutput:
         """Execute one step."""
 
-    def foresee(
-        self, num_rows: int, kv_tokens: int, num_steps: int, until_s: float
-    ) -> tuple[Seconds, Seconds] | None:
+    def foresee(self, num_rows: int, kv_tokens: int, num_steps: int, until_s: float) -> tuple[Seconds, Seconds] | None:
         """The next steps, at most ``num_steps``, that start before ``until_s``, in which ``num_rows`` rows decode
         one token each and nothing else happens.
 

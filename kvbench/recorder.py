@@ -28,6 +28,7 @@ _COLUMNS = (
 )
 _START, _STRANDED, _MODEL = (_COLUMNS.index(name) for name in ("start_s", "stranded", "model_s"))
 _POOL = slice(_COLUMNS.index("token_states"), _COLUMNS.index("cached") + 1)  # what `note_growth` writes
+_NONE, _UNTIMED = (0,) * len(_CAUSES), (0.0,) * len(SECONDS)
 _DECODE, _ZEROS = KINDS.index("decode"), (0,) * len(_COLUMNS[_STRANDED:])
 
 
@@ -58,13 +59,12 @@ class Recorder:
         usage = self._allocator.usage()
         return self._steps.append(
             (
-                *(start_s, KINDS.index(kind), *self._queues()),
-                *(sum(int(new.sum()) for new in decision.num_new), decision.refused),
+                *(start_s, KINDS.index(kind), *self._queues(), decision.num_new_tokens, decision.refused),
                 *(usage.token_states, usage.vacant, usage.free, usage.mapped, usage.cached, usage.rounding),
                 *(usage.host_held, usage.free if decision.stranded else 0),
                 *(decision.num_preemptions, decision.num_recomputed_tokens),
-                *(decision.copied_slots[cause] for cause in _CAUSES),
-                *(0.0 for _ in SECONDS),
+                *map(decision.copied_slots.get, _CAUSES, _NONE),
+                *_UNTIMED,
             )
         )
 

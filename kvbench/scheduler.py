@@ -5,6 +5,7 @@ running ones. When the pool is exhausted the latest arrival is preempted, by swa
 and nobody new is admitted while a preempted group waits.
 """
 
+import sys
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,8 @@ class Scheduler:
         self._swaps = Capability.SWAP in allocator.supports and config.preemption is not Preemption.recompute
         self._reserves = Capability.RESERVES_GROWTH in allocator.supports
         self._caches = Capability.PREFIX_CACHE in allocator.supports
+        is_limited = config.batching is Batching.continuous
+        self._max_batched_tokens = config.max_batched_tokens if is_limited else sys.maxsize
         self._granted = Decision()  # copies of forks made since the last step
         self._refused_slots: int | None = None  # what the queue's head asked for in vain; None: it may ask
         self._running_rows: IntArray | None = None  # of the running groups, while nothing changes them
@@ -47,7 +50,9 @@ class Scheduler:
         """Place the prefixes of the requests to come, where the allocator can share them: a step for each."""
         for prefix_id, tokens in resident(requests, self.allocator.supports).items():
             row, grant = self.prefixes.add(prefix_id, tokens)
-            yield Decision([], [row], [np.array([len(tokens)])], [grant.slots], is_prefill=True)
+            decision = Decision(slots=[grant.slots], is_prefill=True)
+            decision.run([], row, np.array([len(tokens)]))
+            yield decision
 
     def add(self, group: Group) -> None:
         if self._caches:
@@ -207,9 +212,8 @@ class Scheduler:
         if group.content is not None:
             num_cached = self.allocator.num_cached_tokens(num_tokens, group.content)
         num_new = num_tokens - num_cached
-        batched = sum(int(new.sum()) for new in decision.num_new)
-        is_limited = self.config.batching is Batching.continuous
-        if is_limited and batched and batched + num_new > self.config.max_batched_tokens:
+        batched = decision.num_new_tokens
+        if batched and batched + num_new > self._max_batched_tokens:
             return False
         if num_resident:
             grant = self.prefixes.extend(group.request, rows, num_new)
@@ -223,7 +227,7 @@ class Scheduler:
             return False
         # A prefix was computed before; the copy of its last block is written to in this step.
         decision.take(grant, "cow" if num_resident else "prompt", late=not num_resident)
-        decision.run(group, rows[:1], np.array([num_new]))
+        decision.run([group], rows[:1], np.array([num_new]))
         self.table.computed[rows] = num_cached
         if not group.num_preemptions:
             group.num_cached_tokens = num_cached
@@ -262,7 +266,7 @@ class Scheduler:
             grant = self.allocator.append(rows, num_new)
             if grant is not None:
                 decision.take(grant, "cow")
-                decision.groups, decision.rows, decision.num_new = list(self.running), [rows], [num_new]
+                decision.run(self.running, rows, num_new)
                 return
             if len(self.running) == 1:
                 raise RuntimeError("one group does not fit the empty pool: it should have been rejected at arrival")

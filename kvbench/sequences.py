@@ -76,10 +76,17 @@ class SequenceTable:
         self.length[rows] = 0
         self._free.extend(int(row) for row in rows)
 
-    def push(self, rows: IntArray, tokens: IntArray) -> None:
-        """Append one token to each row."""
-        self.tokens[rows, self.length[rows]] = tokens
-        self.length[rows] += 1
+    def push(self, rows: IntArray, tokens: IntArray) -> NDArray[np.bool_]:
+        """Append one token to each row, distinct; whether it has reached its limit."""
+        ended = np.empty(len(rows), bool)
+        _push(rows, tokens, self.tokens, self.length, self.limit, ended)
+        return ended
+
+    def after(self, rows: IntArray, num_new: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """A step that computes ``num_new`` tokens of each row: how many are computed then, and the indices of the
+        rows that have caught up and yield a token, without a beam search and with one.
+        """
+        return _after(rows, num_new, self.length, self.computed, self.limit, self.is_beam)
 
     def copy(self, parents: IntArray, children: IntArray) -> None:
         """``children`` continue the tokens of ``parents``; who they are stays."""
@@ -108,7 +115,31 @@ class SequenceTable:
         return self.length[rows] - self.computed[rows]
 
 
-# Compiled, since every leap over steps waits for them.
+# Compiled, since every step or leap over steps waits for them.
+
+
+@numba.njit(types.void(_ROWS, _ROWS, types.int32[:, ::1], _INT64, _INT64, _BOOL), cache=True)
+def _push(rows, pushed, tokens, length, limit, ended):
+    for i, row in enumerate(rows):
+        tokens[row, length[row]] = pushed[i]
+        length[row] += 1
+        ended[i] = length[row] == limit[row]
+
+
+@numba.njit(types.UniTuple(_INT64, 3)(_ROWS, _ROWS, _INT64, _INT64, _INT64, _BOOL), cache=True)
+def _after(rows, num_new, length, computed, limit, is_beam):
+    lengths, picks, beams = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
+    num_picks = num_beams = 0
+    for i, row in enumerate(rows):
+        lengths[i] = computed[row] + num_new[i]
+        if lengths[i] == length[row] < limit[row]:
+            if is_beam[row]:
+                beams[num_beams] = i
+                num_beams += 1
+            else:
+                picks[num_picks] = i
+                num_picks += 1
+    return lengths, picks[:num_picks], beams[:num_beams]
 
 
 @numba.njit(types.UniTuple(types.int64, 2)(_ROWS, _INT64, _INT64, _INT64, _BOOL, _BOOL), cache=True)
