@@ -95,14 +95,14 @@ def _note_changes(step, rows, uids, capacities, capacity, uid, events, count):
 def note_growth(
     pool, taken, num_rows, num_slots, token_states, vacant, rounding, free, withheld, mapped, host_held, cached
 ):
-    """Write token_states, vacant, free, mapped and cached slots after each step of a growth: float64 ``[5, steps]``.
+    """Write token_states, vacant, free, mapped and cached slots after each step of a growth: float64 ``[steps, 5]``.
 
     taken, num_rows: of the growth; all others: of the pool before it, in the order of ``Usage``.
     """
     for step in range(taken.size):
         written = num_rows * (step + 1)
-        pool[0, step] = token_states + written
-        pool[1, step] = vacant + taken[step] - written
-        pool[2, step] = free - taken[step]
-        pool[3, step] = mapped + taken[step]
-        pool[4, step] = min(cached, free - taken[step])
+        pool[step, 0] = token_states + written
+        pool[step, 1] = vacant + taken[step] - written
+        pool[step, 2] = free - taken[step]
+        pool[step, 3] = mapped + taken[step]
+        pool[step, 4] = min(cached, free - taken[step])

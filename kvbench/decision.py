@@ -31,12 +31,12 @@ class Decision:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
 
-    def run(self, groups: list[Group], rows: IntArray, num_new: IntArray) -> None:
-        """Have the groups run, by these of their rows."""
+    def run(self, groups: list[Group], rows: IntArray, num_new: IntArray, num_new_tokens: int) -> None:
+        """Have the groups run, by these of their rows; ``num_new_tokens``: the sum of ``num_new``."""
         self.groups += groups
         self.rows.append(rows)
         self.num_new.append(num_new)
-        self.num_new_tokens += int(num_new.sum())
+        self.num_new_tokens += num_new_tokens
 
     def take(self, grant: Grant, cause: str, *, late: bool = False) -> None:
         self.slots.append(grant.slots)

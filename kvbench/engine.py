@@ -187,8 +187,10 @@ class Engine:
             families = [siblings[int(row)] for row in to_fill]
             picks = np.repeat(picks, [len(family) for family in families])
             to_fill = np.concatenate([to_fill[:0], *families])
-        temperature = table.temperature[to_fill]
-        spec = SampleSpec(picks, temperature, table.top_p[to_fill], self._uniforms(to_fill, temperature > 0), beams)
+        spec = SampleSpec(picks, beams)
+        if self.executor.draws_tokens:
+            spec.temperature, spec.top_p = table.temperature[to_fill], table.top_p[to_fill]
+            spec.uniforms = self._uniforms(to_fill, spec.temperature > 0)
         if len(beams):
             spec.num_candidates = max(group.beam.num_candidates for group in decision.groups if group.beam is not None)
         return spec, to_fill
@@ -298,11 +300,11 @@ class Engine:
         """End the group's rows where ``which``, and the group with its last row."""
         table = self.table
         rows, group.rows = group.rows[which], group.rows[~which]
-        for row in rows:
-            self.recorder.end_sequence(int(table.uid[row]), int(table.computed[row]))
+        for row in rows.tolist():
+            self.recorder.end_sequence(table.uid.item(row), table.computed.item(row))
             if group.beam is None:
-                generated = table.tokens[row, group.prompt_length : table.length[row]]
-                group.outputs[int(table.member[row])] = generated.astype(np.int64)
+                generated = table.tokens[row, group.prompt_length : table.length.item(row)]
+                group.outputs[table.member.item(row)] = generated.astype(np.int64)
         self.scheduler.release(rows)
         table.release(rows)
         if len(group.rows) == 0:

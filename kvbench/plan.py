@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from kvbench.allocator import Copies, IntArray
 
 Seconds = NDArray[np.float64]
+_NO_INT32, _NO_INT64 = np.empty(0, np.int32), np.empty(0, np.int64)
+_NO_FLOAT32, _NO_FLOAT64 = np.empty(0, np.float32), np.empty(0, np.float64)
 
 
 @dataclass
@@ -17,24 +19,25 @@ class SampleSpec:
     """Which logits become tokens, and how. One *pick* is one token to draw.
 
     rows: int64 ``[picks]``, index into ``StepPlan.rows`` whose last logits are used (may repeat).
-    temperature (0: greedy) and top_p: float32 ``[picks]``; uniforms: float64 ``[picks]``.
     beam_rows: int64 ``[beams]``, index into ``StepPlan.rows``: rows whose best candidates are wanted.
     num_candidates: how many of them.
+    temperature (0: greedy) and top_p: float32 ``[picks]``; uniforms: float64 ``[picks]``. Left out for an executor
+        that draws no tokens.
     """
 
     rows: IntArray
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    uniforms: NDArray[np.float64]
     beam_rows: IntArray
     num_candidates: int = 0
+    temperature: NDArray[np.float32] = field(default_factory=lambda: _NO_FLOAT32)
+    top_p: NDArray[np.float32] = field(default_factory=lambda: _NO_FLOAT32)
+    uniforms: NDArray[np.float64] = field(default_factory=lambda: _NO_FLOAT64)
 
     @classmethod
     def greedy(cls, num_rows: int) -> "SampleSpec":
         """The most likely token of every row."""
         zeros = np.zeros(num_rows, np.float32)
-        none = np.empty(0, np.int64)
-        return cls(np.arange(num_rows), zeros, zeros + 1, zeros.astype(np.float64), none)
+        rows, none = np.arange(num_rows), np.empty(0, np.int64)
+        return cls(rows, none, temperature=zeros, top_p=zeros + 1, uniforms=zeros.astype(np.float64))
 
 
 @dataclass
@@ -57,9 +60,9 @@ class StepPlan:
     num_decode: int
     lengths: IntArray
     sample: SampleSpec
-    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    positions: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
-    slots: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    tokens: NDArray[np.int32] = field(default_factory=lambda: _NO_INT32)
+    positions: IntArray = field(default_factory=lambda: _NO_INT64)
+    slots: IntArray = field(default_factory=lambda: _NO_INT64)
     block_tables: NDArray[np.int32] | None = None
     block_size: int = 0
     base_slots: IntArray | None = None

@@ -28,8 +28,10 @@ _COLUMNS = (
 )
 _START, _STRANDED, _MODEL = (_COLUMNS.index(name) for name in ("start_s", "stranded", "model_s"))
 _POOL = slice(_COLUMNS.index("token_states"), _COLUMNS.index("cached") + 1)  # what `note_growth` writes
+_STATE = slice(_COLUMNS.index("kind"), _COLUMNS.index("refused") + 1)
+_HELD = slice(_COLUMNS.index("rounding"), _COLUMNS.index("host_held") + 1)
 _NONE, _UNTIMED = (0,) * len(_CAUSES), (0.0,) * len(SECONDS)
-_DECODE, _ZEROS = KINDS.index("decode"), (0,) * len(_COLUMNS[_STRANDED:])
+_DECODE = KINDS.index("decode")
 
 
 class Recorder:
@@ -50,7 +52,7 @@ class Recorder:
         self._keep_tokens = keep_tokens
         self._attribution = Attribution(allocator.pool.max_rows)
         self._steps = StepTable(_COLUMNS)
-        self._requests: list[dict[str, Any]] = []
+        self._ended: list[Group] = []
 
     def step(self, decision: Decision, start_s: float, kind: str) -> int:
         """Record the pool as the step's model is about to see it; the record's index, see :meth:`timed`."""
@@ -84,23 +86,20 @@ class Recorder:
             capacities = np.hstack([capacities, np.tile(self._allocator.capacity(prefixes), (growth.num_steps, 1))])
         self._attribution.observe(len(self._steps), rows, self._table.uid[rows], capacities)
         before, num_grown = growth.before, growth.capacities.shape[1]
-        steps = self._steps.extend(
-            (
-                *(0.0, _DECODE, *self._queues(), num_grown, stranded is not None),
-                *(0, 0, 0, 0, 0, before.rounding, before.host_held, *_ZEROS),
-            ),
-            growth.num_steps,
-        )
-        steps[_START], steps[_MODEL] = starts_s, model_s
-        note_growth(steps[_POOL], growth.taken, num_grown, *before)
+        shared = np.zeros(len(_COLUMNS))
+        shared[_STATE] = (_DECODE, *self._queues(), num_grown, stranded is not None)
+        shared[_HELD] = before.rounding, before.host_held
+        steps = self._steps.extend(shared, growth.num_steps)
+        steps[:, _START], steps[:, _MODEL] = starts_s, model_s
+        note_growth(steps[:, _POOL], growth.taken, num_grown, *before)
         if stranded is not None:
-            steps[_STRANDED] = np.where(stranded, growth.free, 0)
+            steps[:, _STRANDED] = np.where(stranded, growth.free, 0)
 
     def end_sequence(self, uid: int, num_tokens: int) -> None:
         self._attribution.end(uid, num_tokens)
 
     def end_group(self, group: Group) -> None:
-        self._requests.append(_request_record(group, self._keep_tokens))
+        self._ended.append(group)
 
     def steps(self, end_s: float) -> pd.DataFrame:
         """One row per step; ``duration_s`` reaches to the next step's start, the last one's to ``end_s``."""
@@ -116,7 +115,8 @@ class Recorder:
 
     def requests(self) -> pd.DataFrame:
         """One row per request, in request order."""
-        return pd.DataFrame(sorted(self._requests, key=lambda record: record["request_id"]))
+        groups = sorted(self._ended, key=lambda group: group.request.request_id)
+        return pd.DataFrame([_request_record(group, self._keep_tokens) for group in groups])
 
     def _queues(self) -> tuple[int, int, int, int]:
         scheduler = self._scheduler

@@ -51,7 +51,7 @@ class Scheduler:
         for prefix_id, tokens in resident(requests, self.allocator.supports).items():
             row, grant = self.prefixes.add(prefix_id, tokens)
             decision = Decision(slots=[grant.slots], is_prefill=True)
-            decision.run([], row, np.array([len(tokens)]))
+            decision.run([], row, np.array([len(tokens)]), len(tokens))
             yield decision
 
     def add(self, group: Group) -> None:
@@ -227,7 +227,7 @@ class Scheduler:
             return False
         # A prefix was computed before; the copy of its last block is written to in this step.
         decision.take(grant, "cow" if num_resident else "prompt", late=not num_resident)
-        decision.run([group], rows[:1], np.array([num_new]))
+        decision.run([group], rows[:1], np.array([num_new]), num_new)
         self.table.computed[rows] = num_cached
         if not group.num_preemptions:
             group.num_cached_tokens = num_cached
@@ -266,7 +266,7 @@ class Scheduler:
             grant = self.allocator.append(rows, num_new)
             if grant is not None:
                 decision.take(grant, "cow")
-                decision.run(self.running, rows, num_new)
+                decision.run(self.running, rows, num_new, int(num_new.sum()))
                 return
             if len(self.running) == 1:
                 raise RuntimeError("one group does not fit the empty pool: it should have been rejected at arrival")

@@ -74,7 +74,7 @@ class SequenceTable:
     def release(self, rows: IntArray) -> None:
         self.uid[rows] = -1
         self.length[rows] = 0
-        self._free.extend(int(row) for row in rows)
+        self._free.extend(rows.tolist())
 
     def push(self, rows: IntArray, tokens: IntArray) -> NDArray[np.bool_]:
         """Append one token to each row, distinct; whether it has reached its limit."""

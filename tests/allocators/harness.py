@@ -115,17 +115,17 @@ class Harness:
         self.sound = False
         twin, before = deepcopy(self.allocator), self.allocator.usage()
         growth = self.allocator.grow(np.array(rows, dtype=np.int64), num_steps)
-        noted = np.empty((5, growth.num_steps if growth else 0))
+        noted = np.empty((growth.num_steps if growth else 0, 5))
         if growth:
             note_growth(noted, growth.taken, len(rows), *growth.before)
-        for i in range(noted.shape[1]):
+        for i in range(len(noted)):
             grant = twin.append(rows)
             assert grant is not None, "a refused step was taken"
             assert not grant.copies, "a step that copies was taken"
             usage = twin.usage()
             pool = [usage.token_states, usage.vacant, usage.free, usage.mapped, usage.cached]
             assert growth.before == before
-            assert noted[:, i].tolist() == pool, f"the pool after step {i}"
+            assert noted[i].tolist() == pool, f"the pool after step {i}"
             assert growth.free[i] == usage.free
             assert usage.withheld == min(before.withheld, usage.free), "the watermark's slots are not the last to go"
             assert growth.capacities[i].tolist() == twin.capacity(rows).tolist()
