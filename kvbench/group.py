@@ -20,7 +20,7 @@ class Status(Enum):
     REJECTED = "rejected"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Group:
     """One request's sequences and what happened to them.
 
