@@ -138,7 +138,7 @@ def _requests(
     arrivals, outputs = drawn.arrival_s.tolist(), drawn.output_tokens.tolist()
     shared = itertools.repeat(num_prefix_tokens, len(prompts))
     columns = zip(prompts, arrivals, outputs, samplings, hash_ids, prefix_ids, shared, strict=True)
-    return [replace(Request(i, *fields), is_text=is_text) for i, fields in enumerate(columns)]
+    return [Request(i, *fields, is_text=is_text) for i, fields in enumerate(columns)]
 
 
 def _whole_prompts(
