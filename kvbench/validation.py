@@ -22,6 +22,7 @@ from kvbench import calibrate, config, device_file, job
 from kvbench.config import Config, DeviceConfig
 from kvbench.console import console
 from kvbench.errors import ConfigError
+from kvbench.job import Job
 from kvbench.metrics import Metrics
 from kvbench.recorder import SECONDS
 from kvbench.run import Jobs, Measured, measure, record, recording
@@ -52,12 +53,12 @@ def run(cfg: DictConfig, path: Path) -> None:
     """
     typed = config.typed(cfg)
     device = _profile(typed)
-    again = [
-        measure(typed, prepare=calibrate.warm_up, label="torch").summary for _ in range(typed.calibration.repeats - 1)
-    ]
-    real = _recorded(cfg, path / "torch", None)
-    virtual = _recorded(_simulated(cfg, device), path / "roofline", real)
-    compared = compare(real, virtual, [real.summary, *again])
+    paced = [_paced(typed, device) for _ in range(typed.calibration.repeats - 1)]
+    with recording(cfg, path / "torch") as writer:
+        real, pace = _paced(typed, device)
+        record(real, typed, writer)
+    virtual = _virtual(_simulated(cfg, device), path / "roofline", real)
+    compared = compare(real, virtual, [(measured.summary, pace) for measured, pace in [(real, pace), *paced]])
     (path / FILE).write_text(json.dumps({"run": typed.allocator.name} | compared, indent=2) + "\n")
 
 
@@ -72,25 +73,35 @@ def summarize(jobs: Jobs, directory: Path) -> None:
     output.print(f"table: {directory / 'validation.csv'}", soft_wrap=True)
 
 
-def compare(real: Measured, virtual: Measured, repeated: Sequence[Metrics]) -> dict[str, Any]:
+def compare(real: Measured, virtual: Measured, repeated: Sequence[tuple[Metrics, float]]) -> dict[str, Any]:
     """Whether every step and every request's counters are equal, and the times of both; JSON types.
 
-    repeated: metrics of all real runs, whose median counts: one run of this length is 10 % off on a busy host.
+    repeated: metrics and pace of all real runs. Their medians count: one run of this length is 10 % off on a busy
+    host. ``..._error`` compares with what was measured, ``..._error_at_pace`` with what it would have been at the
+    pace of the calibration.
     """
     steps = [measured.steps.drop(columns=list(TIMES)) for measured in (real, virtual)]
     requests = [measured.requests[list(COUNTERS)] for measured in (real, virtual)]
-    medians = {name: statistics.median(summary[name][0] for summary in repeated) for name in COMPARED}
-    times = {f"{name}_torch": medians[name] for name in COMPARED}
-    times |= {f"{name}_roofline": virtual.summary[name][0] for name in COMPARED}
-    errors = {f"{name}_error": virtual.summary[name][0] / medians[name] - 1 for name in COMPARED}
+    compared: dict[str, float] = {}
+    for name in COMPARED:
+        predicted = virtual.summary[name][0]
+        measured = statistics.median(summary[name][0] for summary, _ in repeated)
+        at_pace = statistics.median(_at_pace(name, summary[name][0], pace) for summary, pace in repeated)
+        compared |= {f"{name}_torch": measured, f"{name}_roofline": predicted}
+        compared |= {f"{name}_error": predicted / measured - 1, f"{name}_error_at_pace": predicted / at_pace - 1}
     return {
         "num_steps": len(real.steps),
         "num_preemptions": real.summary["num_preemptions"][0],
         "first_different_step": first_difference(*steps),
         "requests_equal": requests[0].equals(requests[1]),
-        **times,
-        **errors,
+        "pace": statistics.median(pace for _, pace in repeated),
+        **compared,
     }
+
+
+def _at_pace(name: str, measured: float, pace: float) -> float:
+    """A rate, or a time, of a run whose steps took ``pace`` times what the profile says, had they taken just that."""
+    return measured * pace if name.endswith("_per_s") else measured / pace
 
 
 def first_difference(a: pd.DataFrame, b: pd.DataFrame) -> int | None:
@@ -107,26 +118,41 @@ def _table(frame: pd.DataFrame) -> Table:
     table.add_column("run", no_wrap=True)
     for title in ("steps", "pre-\nempt.", "every step\nequal", "counters\nequal"):
         table.add_column(title, justify="right")
+    table.add_column("pace", justify="right")
     for name in COMPARED:
-        table.add_column(f"{name.removesuffix('_s')}\ntorch | roofline | error", justify="right")
+        table.add_column(f"{name.removesuffix('_s')}\ntorch | roofline | error (at pace)", justify="right")
     for row in frame.to_dict("records"):
         first = row["first_different_step"]
         same = "yes" if pd.isna(first) else f"until {first:.0f}"
         times = (
-            f"{row[f'{name}_torch']:.3g} | {row[f'{name}_roofline']:.3g} | {100 * row[f'{name}_error']:+.1f} %"
+            f"{row[f'{name}_torch']:.3g} | {row[f'{name}_roofline']:.3g} | {100 * row[f'{name}_error']:+.0f} % "
+            f"({100 * row[f'{name}_error_at_pace']:+.0f} %)"
             for name in COMPARED
         )
         counters = "yes" if row["requests_equal"] else "no"
-        table.add_row(row["run"], str(row["num_steps"]), str(row["num_preemptions"]), same, counters, *times)
+        pace = f"{row['pace']:.2f}"
+        table.add_row(row["run"], str(row["num_steps"]), str(row["num_preemptions"]), same, counters, pace, *times)
     return table
 
 
-def _recorded(cfg: DictConfig, path: Path, other: Measured | None) -> Measured:
-    """Run ``cfg``, with the requests of ``other``, and record it in ``path``."""
+def _paced(cfg: Config, device: DeviceConfig) -> tuple[Measured, float]:
+    """A real run, and the machine's pace around it: the mean of before and after."""
+    paces: list[float] = []
+
+    def prepare(built: Job) -> None:
+        calibrate.warm_up(built)
+        paces.append(calibrate.pace(built, cfg, device))
+
+    measured = measure(cfg, label="torch", prepare=prepare)
+    paces.append(calibrate.pace(measured.job, cfg, device))
+    return measured, statistics.mean(paces)
+
+
+def _virtual(cfg: DictConfig, path: Path, real: Measured) -> Measured:
+    """Serve the requests of ``real`` in virtual time, and record it in ``path``."""
     typed = config.typed(cfg)
     with recording(cfg, path) as writer:
-        drawn = None if other is None else calibrate.same_requests(other.job)
-        measured = measure(typed, drawn, label=typed.executor.name, prepare=calibrate.warm_up)
+        measured = measure(typed, calibrate.same_requests(real.job), label="roofline")
         record(measured, typed, writer)
     return measured
 

@@ -136,9 +136,9 @@ def _requests(
     assert drawn.arrival_s is not None
     hash_ids = itertools.repeat((), len(drawn)) if drawn.hash_ids is None else drawn.hash_ids
     arrivals, outputs = drawn.arrival_s.tolist(), drawn.output_tokens.tolist()
-    shared = itertools.repeat(num_prefix_tokens, len(prompts))
-    columns = zip(prompts, arrivals, outputs, samplings, hash_ids, prefix_ids, shared, strict=True)
-    return [Request(i, *fields, is_text=is_text) for i, fields in enumerate(columns)]
+    shared, texts = itertools.repeat(num_prefix_tokens, len(prompts)), itertools.repeat(is_text, len(prompts))
+    columns = zip(prompts, arrivals, outputs, samplings, hash_ids, prefix_ids, shared, texts, strict=True)
+    return [Request(i, *fields) for i, fields in enumerate(columns)]
 
 
 def _whole_prompts(

@@ -1,13 +1,14 @@
 """Real and virtual runs take the same steps; a profile is measured, written and read back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
 
-from kvbench import device_file
+from kvbench import calibrate, config, device_file, job, microbenchmark
 from kvbench.config import DeviceConfig, Dtype
 from kvbench.device_profile import DeviceProfile
 from kvbench.errors import ConfigError
@@ -139,10 +140,21 @@ def test_a_sweep_has_one_task(run: Cli) -> None:
 
 
 def test_each_jobs_finding_stands_beside_its_records(run: Cli, profile: Path) -> None:
-    small = ("workload.num_requests=2", "workload.output_tokens=3", "allocator=paged")
+    small = ("workload.num_requests=2", "workload.output_tokens=3", "allocator=paged", "calibration.repeats=1")
     assert run("+experiment=validate_roofline", *TINY, *small, f"calibration.file={profile}")[0] == 0
     finding = json.loads(next(run.results_dir.rglob("validation.json")).read_text())
     assert finding["first_different_step"] is None
-    assert finding["output_tokens_per_s_error"] == pytest.approx(
-        finding["output_tokens_per_s_roofline"] / finding["output_tokens_per_s_torch"] - 1
-    )
+    for name, sense in (("output_tokens_per_s", 1), ("ttft_mean_s", -1)):
+        ratio = finding[f"{name}_roofline"] / finding[f"{name}_torch"]
+        assert finding[f"{name}_error"] == pytest.approx(ratio - 1)
+        assert finding[f"{name}_error_at_pace"] == pytest.approx(ratio / finding["pace"] ** sense - 1)
+
+
+def test_steps_that_take_ten_times_what_the_profile_says_have_a_pace_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config.typed(composed(*TINY, "allocator=paged", "workload.too_long=truncate"))
+    built = job.build(cfg)
+    monkeypatch.setattr(microbenchmark, "_seconds", lambda device, action: 1.0)
+    fast = replace(PROFILE, memory_bytes_per_s=8e10, flops=1e12, product_s=[[1.0, 1e-10], [8.0, 2.5e-10]])
+    slow_pace, fast_pace = (calibrate.pace(built, cfg, DeviceConfig("mine", 2, p)) for p in (PROFILE, fast))
+    assert fast_pace == pytest.approx(10 * slow_pace)
+    assert built.engine.allocator.usage().held == 0, "a run that follows finds an empty pool"
