@@ -24,8 +24,6 @@ from kvbench.run import Jobs
 from kvbench.torch_backend import choose_device
 from kvbench.workload import Workload
 
-NUM_PACED = 10  # steps, of all sizes, that tell the machine's pace
-
 
 def validate(cfg: Config) -> None:
     if cfg.executor.name != "torch":
@@ -99,20 +97,6 @@ def warm_up(built: Job) -> None:
     engine = built.engine
     if isinstance(engine.executor, TorchExecutor):
         microbenchmark.warm_up(engine.executor, engine.allocator, engine.scheduler.config.max_batched_tokens)
-
-
-def pace(built: Job, cfg: Config, device: DeviceConfig) -> float:
-    """How many times longer than the profile says a handful of steps take at this moment. The pool must be empty."""
-    executor = built.engine.executor
-    assert isinstance(executor, TorchExecutor)
-    assert device.profile is not None
-    todo = microbenchmark.actions(executor, built.engine.allocator, cfg.scheduler.max_batched_tokens)
-    steps = [case for case in todo if case.kind in STEPS]
-    some = {case: todo[case] for case in steps[:: -(-len(steps) // NUM_PACED)]}
-    observed = microbenchmark.measure(executor, some, 0.0, lambda: None)
-    shape = shape_of(models.configuration(cfg.model), cfg.model.kv_heads)
-    expected = profile_fit.predict(observed, shape, executor.storage.kv.element_size(), device.profile)
-    return float((observed["seconds"] / expected).median())
 
 
 def same_requests(built: Job) -> Workload:

@@ -5,7 +5,6 @@ their times may differ.
 """
 
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,17 +12,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.table import Table
 
-from kvbench import calibrate, config, device_file, job
+from kvbench import calibrate, config, device_file, job, metrics
 from kvbench.config import Config, DeviceConfig
 from kvbench.console import console
 from kvbench.errors import ConfigError
-from kvbench.job import Job
 from kvbench.metrics import Metrics
+from kvbench.plan import Seconds
 from kvbench.recorder import SECONDS
 from kvbench.run import Jobs, Measured, measure, record, recording
 
@@ -53,12 +53,12 @@ def run(cfg: DictConfig, path: Path) -> None:
     """
     typed = config.typed(cfg)
     device = _profile(typed)
-    paced = [_paced(typed, device) for _ in range(typed.calibration.repeats - 1)]
-    with recording(cfg, path / "torch") as writer:
-        real, pace = _paced(typed, device)
-        record(real, typed, writer)
-    virtual = _virtual(_simulated(cfg, device), path / "roofline", real)
-    compared = compare(real, virtual, [(measured.summary, pace) for measured, pace in [(real, pace), *paced]])
+    again = [
+        measure(typed, prepare=calibrate.warm_up, label="torch").steps for _ in range(typed.calibration.repeats - 1)
+    ]
+    real = _recorded(cfg, path / "torch", None)
+    virtual = _recorded(_simulated(cfg, device), path / "roofline", real)
+    compared = compare(real, virtual, again)
     (path / FILE).write_text(json.dumps({"run": typed.allocator.name} | compared, indent=2) + "\n")
 
 
@@ -73,35 +73,38 @@ def summarize(jobs: Jobs, directory: Path) -> None:
     output.print(f"table: {directory / 'validation.csv'}", soft_wrap=True)
 
 
-def compare(real: Measured, virtual: Measured, repeated: Sequence[tuple[Metrics, float]]) -> dict[str, Any]:
+def compare(real: Measured, virtual: Measured, again: Sequence[pd.DataFrame]) -> dict[str, Any]:
     """Whether every step and every request's counters are equal, and the times of both; JSON types.
 
-    repeated: metrics and pace of all real runs. Their medians count: one run of this length is 10 % off on a busy
-    host. ``..._error`` compares with what was measured, ``..._error_at_pace`` with what it would have been at the
-    pace of the calibration.
+    again: steps of further real runs. They are the same, so that each step has the median of its times: on a busy
+    host a run is now and then half as fast for seconds.
     """
     steps = [measured.steps.drop(columns=list(TIMES)) for measured in (real, virtual)]
     requests = [measured.requests[list(COUNTERS)] for measured in (real, virtual)]
-    compared: dict[str, float] = {}
-    for name in COMPARED:
-        predicted = virtual.summary[name][0]
-        measured = statistics.median(summary[name][0] for summary, _ in repeated)
-        at_pace = statistics.median(_at_pace(name, summary[name][0], pace) for summary, pace in repeated)
-        compared |= {f"{name}_torch": measured, f"{name}_roofline": predicted}
-        compared |= {f"{name}_error": predicted / measured - 1, f"{name}_error_at_pace": predicted / at_pace - 1}
+    median_s = np.median([run["duration_s"] for run in (real.steps, *again)], axis=0)
+    times = {"torch": retimed(real, median_s), "roofline": virtual.summary}
+    compared = {f"{name}_{side}": summary[name][0] for name in COMPARED for side, summary in times.items()}
+    errors = {f"{name}_error": compared[f"{name}_roofline"] / compared[f"{name}_torch"] - 1 for name in COMPARED}
     return {
         "num_steps": len(real.steps),
         "num_preemptions": real.summary["num_preemptions"][0],
         "first_different_step": first_difference(*steps),
         "requests_equal": requests[0].equals(requests[1]),
-        "pace": statistics.median(pace for _, pace in repeated),
         **compared,
+        **errors,
     }
 
 
-def _at_pace(name: str, measured: float, pace: float) -> float:
-    """A rate, or a time, of a run whose steps took ``pace`` times what the profile says, had they taken just that."""
-    return measured * pace if name.endswith("_per_s") else measured / pace
+def retimed(run: Measured, duration_s: Seconds) -> Metrics:
+    """Metrics of a run whose requests all arrived at its start, had its steps taken ``duration_s``, ``[steps]``."""
+    before = np.append(run.steps["start_s"], run.steps["start_s"].iloc[-1] + run.steps["duration_s"].iloc[-1])
+    after = before[0] + np.append(0.0, np.cumsum(duration_s))
+    steps = run.steps.assign(start_s=after[:-1], duration_s=duration_s)
+    measured = run.requests[["ttft_s", "latency_s"]].astype(float)
+    times = {name: np.interp(measured[name], before, after) for name in measured}
+    slower = times["latency_s"] / measured["latency_s"]
+    requests = run.requests.assign(**times, normalized_latency_s=run.requests["normalized_latency_s"] * slower)
+    return metrics.summarize(steps, requests, bytes_per_slot=run.job.backend.bytes_per_slot, block_size=0)
 
 
 def first_difference(a: pd.DataFrame, b: pd.DataFrame) -> int | None:
@@ -118,41 +121,26 @@ def _table(frame: pd.DataFrame) -> Table:
     table.add_column("run", no_wrap=True)
     for title in ("steps", "pre-\nempt.", "every step\nequal", "counters\nequal"):
         table.add_column(title, justify="right")
-    table.add_column("pace", justify="right")
     for name in COMPARED:
-        table.add_column(f"{name.removesuffix('_s')}\ntorch | roofline | error (at pace)", justify="right")
+        table.add_column(f"{name.removesuffix('_s')}\ntorch | roofline | error", justify="right")
     for row in frame.to_dict("records"):
         first = row["first_different_step"]
         same = "yes" if pd.isna(first) else f"until {first:.0f}"
         times = (
-            f"{row[f'{name}_torch']:.3g} | {row[f'{name}_roofline']:.3g} | {100 * row[f'{name}_error']:+.0f} % "
-            f"({100 * row[f'{name}_error_at_pace']:+.0f} %)"
+            f"{row[f'{name}_torch']:.3g} | {row[f'{name}_roofline']:.3g} | {100 * row[f'{name}_error']:+.1f} %"
             for name in COMPARED
         )
         counters = "yes" if row["requests_equal"] else "no"
-        pace = f"{row['pace']:.2f}"
-        table.add_row(row["run"], str(row["num_steps"]), str(row["num_preemptions"]), same, counters, pace, *times)
+        table.add_row(row["run"], str(row["num_steps"]), str(row["num_preemptions"]), same, counters, *times)
     return table
 
 
-def _paced(cfg: Config, device: DeviceConfig) -> tuple[Measured, float]:
-    """A real run, and the machine's pace around it: the mean of before and after."""
-    paces: list[float] = []
-
-    def prepare(built: Job) -> None:
-        calibrate.warm_up(built)
-        paces.append(calibrate.pace(built, cfg, device))
-
-    measured = measure(cfg, label="torch", prepare=prepare)
-    paces.append(calibrate.pace(measured.job, cfg, device))
-    return measured, statistics.mean(paces)
-
-
-def _virtual(cfg: DictConfig, path: Path, real: Measured) -> Measured:
-    """Serve the requests of ``real`` in virtual time, and record it in ``path``."""
+def _recorded(cfg: DictConfig, path: Path, other: Measured | None) -> Measured:
+    """Run ``cfg``, with the requests of ``other``, and record it in ``path``."""
     typed = config.typed(cfg)
     with recording(cfg, path) as writer:
-        measured = measure(typed, calibrate.same_requests(real.job), label="roofline")
+        drawn = None if other is None else calibrate.same_requests(other.job)
+        measured = measure(typed, drawn, label=typed.executor.name, prepare=calibrate.warm_up)
         record(measured, typed, writer)
     return measured
 

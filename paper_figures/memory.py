@@ -115,7 +115,8 @@ def fig13(results: Path) -> Drawing:
 
 def fig15(results: Path) -> Drawing:
     samples = pd.concat([_savings(results / path, mode, key) for path, mode, key in SHARING])
-    ours, published = over_seeds(samples), paper.load("fig15")
+    note = "lengths paired independently (the paper's pairing is not known); beams recorded from another model"
+    ours, published = over_seeds(samples).assign(note=note), paper.load("fig15")
     if not ours["panel"].str.startswith("ShareGPT").any():  # the paper plots Alpaca; its text has ShareGPT's ranges
         published = published[published["panel"].str.startswith("Alpaca")]
     panels = list(dict.fromkeys(published["panel"]))

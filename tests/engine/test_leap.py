@@ -1,7 +1,7 @@
 """Steps taken at once leave exactly the records of steps taken one by one."""
 
+from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from kvbench.engine import Engine
 from kvbench.executors.cost_model import CostModel
 from kvbench.executors.roofline import RooflineExecutor
 from kvbench.geometry import ModelShape
+from kvbench.plan import StepOutput, StepPlan
 from kvbench.recorder import Recorder
 from kvbench.request import Request, Sampling
 from kvbench.scheduler import Scheduler
@@ -37,7 +38,10 @@ class Stepping(RooflineExecutor):
 
 def play(
     name: str, requests: list[Request], num_slots: int, config: SchedulerConfig, executor: RooflineExecutor, **options
-) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+) -> tuple[pd.DataFrame, pd.DataFrame, int, dict[int, list[float]]]:
+    """Records of steps and requests, how many steps were taken one by one, and when each request's tokens came in
+    them.
+    """
     kind, policy = ALLOCATORS[name]
     swaps = Capability.SWAP in kind.supports
     allocator = kind(Pool(num_slots, MAX_ROWS, MAX_TOKENS, 96 if swaps else 0), **options)
@@ -45,17 +49,21 @@ def play(
     scheduler = Scheduler(allocator, table, config)
     recorder = Recorder(allocator, scheduler, table, keep_tokens=False)
     engine = Engine(scheduler, executor, recorder, audit=True)
-    calls = 0
-    step = engine._step
+    calls, came = 0, defaultdict[int, list[float]](list)
+    run = executor.run
 
-    def counted(*args: Any) -> None:
+    def observed(plan: StepPlan) -> StepOutput:
         nonlocal calls
         calls += 1
-        step(*args)
+        output = run(plan)
+        rows = plan.rows[np.concatenate([plan.sample.rows, plan.sample.beam_rows])]
+        for request_id in set(table.request_id[rows].tolist()):
+            came[request_id].append(executor.now())
+        return output
 
-    engine._step = counted  # type: ignore[method-assign]
+    executor.run = observed  # type: ignore[method-assign]
     end_s = engine.run([make_group(request, allocator, policy, MAX_TOKENS, ()) for request in requests])
-    return recorder.steps(end_s), recorder.requests(), calls
+    return recorder.steps(end_s), recorder.requests(), calls, came
 
 
 GREEDY, SAMPLED = Sampling("greedy", ignore_eos=True), Sampling("sample", n=3, ignore_eos=True)
@@ -124,6 +132,8 @@ def test_leaping_equals_stepping_record_for_record(
     pd.testing.assert_frame_equal(leapt[0], stepped[0], check_exact=True)
     pd.testing.assert_frame_equal(leapt[1], stepped[1], check_exact=True)
     assert leapt[2] <= stepped[2]
+    for request in stepped[1].to_dict("records"):
+        assert request["token_times_s"].tolist() == stepped[3][request["request_id"]]
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
@@ -131,7 +141,7 @@ def test_leaps_are_taken(name: str) -> None:
     """Four requests that run undisturbed need one prefill and no decision after it."""
     requests = [Request(i, np.broadcast_to(np.int32(0), 5), 0.0, 40, Sampling(ignore_eos=True)) for i in range(4)]
     cost = CostModel(SHAPE, DEVICE, 2)
-    steps, _, calls = play(name, requests, 600, SchedulerConfig(), RooflineExecutor(cost))
+    steps, _, calls, _ = play(name, requests, 600, SchedulerConfig(), RooflineExecutor(cost))
     assert len(steps) == 40
     assert calls == 1
     assert (np.diff(steps["start_s"]) > 0).all()
