@@ -1,5 +1,9 @@
 """``executor=roofline`` as its users meet it: shapes, bad combinations, records that repeat byte for byte."""
 
+import math
+from itertools import accumulate
+
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -44,6 +48,18 @@ def test_a_step_takes_at_least_what_each_ceiling_asks() -> None:
     assert half.step_s(8, 8, 800.0, 800.0) == pytest.approx(times[1] / 2)
 
 
+def test_foreseen_steps_are_those_taken_one_by_one_up_to_the_next_arrival() -> None:
+    """A step that would start just as somebody arrives is not foreseen: whoever arrives is served before it."""
+    shape = ModelShape(4, 8, 8, 64, 512, 10_000_000, 1_000_000, 12_000_000)
+    cost = CostModel(shape, DeviceProfile(2**34, 1e12, 1e14, 1e10), 2)
+    times, seconds = cost.decodes_s(3, 100, 6, 0.25, math.inf)
+    assert seconds.tolist() == [cost.step_s(3, 3, kv, kv) for kv in (100.0, 103.0, 106.0, 109.0, 112.0, 115.0)]
+    assert times.tolist() == list(accumulate([0.25, *seconds]))
+    for i in range(1, 6):
+        assert [len(part) for part in cost.decodes_s(3, 100, 6, 0.25, times[i])] == [i + 1, i]
+        assert [len(part) for part in cost.decodes_s(3, 100, 6, 0.25, np.nextafter(times[i], 1))] == [i + 2, i + 1]
+
+
 def test_equal_seeds_give_equal_records(run: Cli) -> None:
     for _ in range(2):
         code, _, err = run(*PAPER, "allocator=paged")
@@ -52,6 +68,9 @@ def test_equal_seeds_give_equal_records(run: Cli) -> None:
     pd.testing.assert_frame_equal(first.steps(), second.steps(), check_exact=True)
     pd.testing.assert_frame_equal(first.requests(), second.requests(), check_exact=True)
     assert first.record["metrics"] == second.record["metrics"]
+    gaps = [gap for times in first.requests()["token_times_s"] for gap in np.diff(times)]
+    assert first.record["metrics"]["itl_mean_s"]["value"] == pytest.approx(np.mean(gaps))
+    assert first.record["metrics"]["itl_p99_s"]["value"] == pytest.approx(np.percentile(gaps, 99))
     assert first.record["tokens_sha256"] is None
 
 
