@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.allocator import Allocator, IntArray, Layout, consecutive
+from kvbench.allocator import Allocator, IntArray
 from kvbench.beam import Beams
 from kvbench.decision import Decision
 from kvbench.group import Group, Status
-from kvbench.plan import Executor, SampleSpec, StepOutput, StepPlan
+from kvbench.plan import Executor, StepOutput, StepPlan
+from kvbench.planner import Planner
 from kvbench.recorder import Recorder
-from kvbench.sampling import uniform
 from kvbench.scheduler import Scheduler
 from kvbench.sequences import SequenceTable
 
@@ -45,6 +45,8 @@ class Engine:
         self.eos = eos
         self._on_finish = on_finish
         self._audit = audit
+        self._planner = Planner(self.table, self.allocator, draws_tokens=executor.draws_tokens)
+        self._placeholders = np.zeros(self.allocator.pool.max_tokens + 1, np.int64)
         self._can_leap = executor.foresee(1, 1, 1, 0.0) is not None
 
     def run(self, groups: Iterable[Group]) -> float:
@@ -68,7 +70,7 @@ class Engine:
     def _load_prefixes(self, groups: Iterable[Group]) -> None:
         """Compute what prompts begin with, if the allocator can share it, before time starts."""
         for decision in self.scheduler.load_prefixes(group.request for group in groups):
-            plan, _ = self._plan(decision)
+            plan, _ = self._planner.plan(decision)
             self.executor.run(plan)
             self.table.computed[plan.rows] = plan.lengths
 
@@ -98,7 +100,7 @@ class Engine:
         if self._audit:
             self._check()
         step = self.recorder.step(decision, start_s, "prefill" if decision.is_prefill else "decode")
-        plan, rows_to_fill = self._plan(decision)
+        plan, rows_to_fill = self._planner.plan(decision)
         planned_s = self.executor.now()
         for group in decision.groups:
             group.admitted_s = start_s if group.admitted_s is None else group.admitted_s
@@ -136,72 +138,6 @@ class Engine:
         usage = self.allocator.usage()
         total = usage.token_states + usage.vacant + usage.rounding + usage.free
         assert total == usage.num_slots, f"the parts sum to {total}, the pool has {usage.num_slots} slots"
-
-    # -- planning ----------------------------------------------------------------------------------
-
-    def _plan(self, decision: Decision) -> tuple[StepPlan, IntArray]:
-        """The step's plan, and the row that each pick's token will be appended to."""
-        table, allocator = self.table, self.allocator
-        rows, num_new = np.concatenate(decision.rows), np.concatenate(decision.num_new)
-        slots = decision.slots
-        is_decode = num_new == 1
-        num_decode = int(np.count_nonzero(is_decode))
-        if 0 < num_decode < len(rows):  # decode rows first
-            order = np.argsort(~is_decode, kind="stable")
-            by_token = np.argsort(np.repeat(~is_decode, num_new), kind="stable")
-            rows, num_new, slots = rows[order], num_new[order], [np.concatenate(slots)[by_token]]
-        lengths, picks, beams = table.after(rows, num_new)
-        sample, rows_to_fill = self._sample_spec(decision, rows, picks, beams)
-        plan = StepPlan(
-            copies=decision.copies,
-            late_copies=decision.late_copies,
-            rows=rows,
-            num_new=num_new,
-            num_decode=num_decode,
-            lengths=lengths,
-            sample=sample,
-            block_size=allocator.block_size,
-        )
-        if self.executor.draws_tokens:
-            self._place(plan, np.concatenate(slots))
-        return plan, rows_to_fill
-
-    def _place(self, plan: StepPlan, slots: IntArray) -> None:
-        """Add to the plan which tokens come in, and where KV is written and read. slots: in the plan's order."""
-        allocator, rows, num_new = self.allocator, plan.rows, plan.num_new
-        plan.slots = slots
-        plan.positions = consecutive(plan.lengths - num_new, num_new)
-        plan.tokens = self.table.tokens[np.repeat(rows, num_new), plan.positions]
-        if allocator.layout is Layout.PAGED:
-            plan.block_tables = allocator.block_tables(rows)
-        else:
-            plan.base_slots = allocator.base_slots(rows)
-
-    def _sample_spec(
-        self, decision: Decision, rows: IntArray, picks: IntArray, beams: IntArray
-    ) -> tuple[SampleSpec, IntArray]:
-        """Rows that have caught up (``picks``) yield a token each, a fresh prompt one for each of its sequences."""
-        table, to_fill = self.table, rows[picks]
-        if decision.is_prefill and any(len(group.rows) > 1 for group in decision.groups):
-            siblings = {int(group.rows[0]): group.rows for group in decision.groups}
-            families = [siblings[int(row)] for row in to_fill]
-            picks = np.repeat(picks, [len(family) for family in families])
-            to_fill = np.concatenate([to_fill[:0], *families])
-        spec = SampleSpec(picks, beams)
-        if self.executor.draws_tokens:
-            spec.temperature, spec.top_p = table.temperature[to_fill], table.top_p[to_fill]
-            spec.uniforms = self._uniforms(to_fill, spec.temperature > 0)
-        if len(beams):
-            spec.num_candidates = max(group.beam.num_candidates for group in decision.groups if group.beam is not None)
-        return spec, to_fill
-
-    def _uniforms(self, rows: IntArray, sampled: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """What decides the next token of each row; 0 unless it is ``sampled``."""
-        table, drawn = self.table, np.zeros(len(rows))
-        if np.count_nonzero(sampled):
-            rows = rows[sampled]
-            drawn[sampled] = uniform(table.seed[rows], table.request_id[rows], table.member[rows], table.length[rows])
-        return drawn
 
     # -- accepting ---------------------------------------------------------------------------------
 
@@ -303,13 +239,19 @@ class Engine:
         for row in rows.tolist():
             self.recorder.end_sequence(table.uid.item(row), table.computed.item(row))
             if group.beam is None:
-                generated = table.tokens[row, group.prompt_length : table.length.item(row)]
-                group.outputs[table.member.item(row)] = generated.astype(np.int64)
+                group.outputs[table.member.item(row)] = self._output(row, group.prompt_length)
         self.scheduler.release(rows)
         table.release(rows)
         if len(group.rows) == 0:
             self.scheduler.retire(group)
             self._end(group)
+
+    def _output(self, row: int, prompt_length: int) -> IntArray:
+        """What the row has generated, int64; placeholders share one array."""
+        length = self.table.length.item(row)
+        if not self.executor.draws_tokens:
+            return self._placeholders[: length - prompt_length]
+        return self.table.tokens[row, prompt_length:length].astype(np.int64)
 
     def _end(self, group: Group) -> None:
         group.finished_s = self.executor.now()
