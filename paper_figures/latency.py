@@ -39,8 +39,9 @@ def fig12(results: Path) -> Drawing:
     table = table.assign(panel=table["workload"].map(columns.DATASETS) + " " + table["model"].map(columns.MODELS))
     panels = [f"{data} {model}" for data in columns.DATASETS.values() for model in columns.MODELS.values()]
     drawing = _draw(_samples(table), panels, "fig12", curves=paper.load("fig12_curves"), num_columns=3)
-    bound = drawing.comparison["panel"] == "Alpaca OPT-175B"
-    drawing.comparison.loc[bound, "note"] = BOUND_BY_SEQUENCES
+    rows = drawing.comparison
+    ordered = rows["series"].isin(["Orca (Pow2)", "Orca (Oracle)", "vLLM", "vLLM / Orca (Pow2)"]) & (rows["note"] == "")
+    rows.loc[ordered & (rows["panel"] == "Alpaca OPT-175B"), "note"] = BOUND_BY_SEQUENCES
     return drawing
 
 
