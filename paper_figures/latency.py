@@ -17,7 +17,9 @@ BASELINES = ("FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)")
 KEYS = {"x": columns.RATE, "seed": columns.SEED}
 VALUE = {"value": columns.LATENCY}
 # 44 requests/s: a prefill step serves 10.1 prompts under pow2, 4.1 under oracle and paged.
-BOUND_BY_SEQUENCES = "256 sequences bind, not memory: what pow2 refuses gathers into fewer prefill steps, each of which reads the weights"
+BOUND_BY_SEQUENCES = (
+    "256 sequences bind, not memory: what pow2 refuses gathers into fewer prefill steps, each reading the weights"
+)
 SHOTS = {80: "1-shot", 341: "5-shot"}  # tokens of the shared prefix
 
 
