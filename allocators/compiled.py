@@ -1,6 +1,6 @@
-"""The two verbs that every step waits for, compiled: numpy needs 20 to 40 calls of 1 us for each.
+"""The verbs that steps wait for, compiled: numpy needs 20 to 40 calls of 1 us for each.
 
-Both work in place on the arrays of `allocators.blocks.BlockTier` and check nothing that it promises.
+All work in place on the arrays of `allocators.blocks.BlockTier` and check nothing that it promises.
 They are compiled when this module is first imported, and read from numba's cache after that.
 """
 

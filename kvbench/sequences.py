@@ -128,6 +128,7 @@ def _push(rows, pushed, tokens, length, limit, ended):
 
 @numba.njit(types.UniTuple(_INT64, 3)(_ROWS, _ROWS, _INT64, _INT64, _INT64, _BOOL), cache=True)
 def _after(rows, num_new, length, computed, limit, is_beam):
+    """See :meth:`SequenceTable.after`: int64 ``[n]``, ``[picks]`` and ``[beams]``."""
     lengths, picks, beams = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
     num_picks = num_beams = 0
     for i, row in enumerate(rows):

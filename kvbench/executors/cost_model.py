@@ -98,7 +98,10 @@ class CostModel:
     cache=True,
 )
 def _decodes(num_rows, kv_tokens, fixed_s, pair_s, read_s, start_s, until_s, times, seconds):
-    """Compiled, since every leap over steps waits for it; adds up in the order of steps taken one by one."""
+    """How many steps start before ``until_s``; fills ``times`` and ``seconds`` as :meth:`CostModel.decodes_s` says.
+
+    Compiled, since every leap over steps waits for it; adds up in the order of steps taken one by one.
+    """
     times[0] = start_s
     for step in range(seconds.size):
         if times[step] >= until_s:
