@@ -51,6 +51,13 @@ class Batching(Enum):
     static = "static"  # when the running batch has ended, as many as fit: request-level scheduling
 
 
+class Prefill(Enum):
+    """Which step computes the prompts of admitted groups."""
+
+    separate = "separate"  # one of its own, for which the running groups wait
+    mixed = "mixed"  # the one in which the running groups decode
+
+
 class Oversized(Enum):
     """What to do with a request that an empty pool could never hold."""
 
@@ -129,6 +136,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_batched_tokens: int = 2560
     batching: Batching = Batching.continuous
+    prefill: Prefill = Prefill.separate
     preemption: Preemption = Preemption.auto
     oversized: Oversized = Oversized.error
     force_preemption_every: int = 0

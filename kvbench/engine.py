@@ -99,10 +99,10 @@ class Engine:
     def _step(self, decision: Decision, start_s: float) -> None:
         if self._audit:
             self._check()
-        step = self.recorder.step(decision, start_s, "prefill" if decision.is_prefill else "decode")
+        step = self.recorder.step(decision, start_s, decision.kind)
         plan, rows_to_fill = self._planner.plan(decision)
         planned_s = self.executor.now()
-        for group in decision.groups:
+        for group in decision.prefills:
             group.admitted_s = start_s if group.admitted_s is None else group.admitted_s
         output = self.executor.run(plan)
         self.recorder.timed(step, {"schedule": planned_s - start_s} | output.seconds)
@@ -143,35 +143,39 @@ class Engine:
 
     def _accept(self, decision: Decision, plan: StepPlan, rows_to_fill: IntArray, output: StepOutput) -> None:
         table = self.table
-        if decision.is_prefill:  # a group's rows share the prompt that one of them computed
-            for group, num_new in zip(decision.groups, decision.num_new, strict=True):
-                table.computed[group.rows] += num_new[0]
-            self.scheduler.commit(decision.groups)
-        else:
-            table.computed[plan.rows] = plan.lengths
+        table.computed[plan.rows] = plan.lengths
         now = np.array([self.executor.now()])
-        groups = decision.groups
-        if decision.is_prefill:
-            groups = self._ready(groups, plan, rows_to_fill)
-            for group in groups:
+        ready = decision.decodes
+        if decision.prefills:
+            self._commit(decision.prefills)
+            begun = self._ready(decision.prefills, plan, rows_to_fill)
+            for group in begun:
                 group.round_times_s.append(now)
-        else:
+            ready = ready + begun
+        if decision.decodes:
             self.scheduler.rounds.extend(now)
         ended = table.push(rows_to_fill, output.tokens)
         if self.eos:
             ended |= table.stops_at_eos[rows_to_fill] & np.isin(output.tokens, self.eos)
-        beams = [group for group in groups if group.beam is not None]
+        beams = [group for group in ready if group.beam is not None]
         self._end_rows(decision.groups, rows_to_fill[ended])
         if beams:
-            self._advance_beams(beams, plan, output, are_born=decision.is_prefill)
+            self._advance_beams(beams, plan, output)
+
+    def _commit(self, prefills: list[Group]) -> None:
+        """The groups' prompts are computed: each by one of its rows, for all of them."""
+        for group in prefills:
+            if len(group.rows) > 1:
+                self.table.computed[group.rows] = self.table.computed[group.rows[0]]
+        self.scheduler.commit(prefills)
 
     @staticmethod
-    def _ready(groups: list[Group], plan: StepPlan, rows_to_fill: IntArray) -> list[Group]:
-        """Those of the groups of a prefill that yield tokens; others have more to catch up with."""
+    def _ready(prefills: list[Group], plan: StepPlan, rows_to_fill: IntArray) -> list[Group]:
+        """Those of the groups that yield tokens; others have more to catch up with."""
         ready = {*rows_to_fill.tolist(), *plan.rows[plan.sample.beam_rows].tolist()}
-        return [group for group in groups if group.rows.item(0) in ready]
+        return [group for group in prefills if group.rows.item(0) in ready]
 
-    def _advance_beams(self, groups: list[Group], plan: StepPlan, output: StepOutput, *, are_born: bool) -> None:
+    def _advance_beams(self, groups: list[Group], plan: StepPlan, output: StepOutput) -> None:
         """Choose the next beams of every group; those that are born in this step have one candidate row alone."""
         table, going, parents, tokens = self.table, [], [], []
         index = np.empty(self.allocator.pool.max_rows, np.int64)  # into the output, by row
@@ -180,17 +184,18 @@ class Engine:
             beam, rows = group.beam, group.rows
             assert beam is not None
             start = int(index[rows[0]])  # a group's rows stand together
-            own = slice(start, start + (1 if are_born else len(rows))), slice(beam.num_candidates)
+            is_born = table.length[rows[0]] == group.prompt_length
+            own = slice(start, start + (1 if is_born else len(rows))), slice(beam.num_candidates)
             chosen = beam.advance(output.log_probs[own], output.token_ids[own], partial(self._generated, group))
             if beam.done:
                 self._end_beams(group, beam)
             else:
                 going.append(group)
-                parents.append(chosen[0])
+                # Those that are born have rows that all hold the prompt, each its own.
+                parents.append(np.arange(len(rows)) if is_born else chosen[0])
                 tokens.append(chosen[1])
         if going:
-            if not are_born:  # beams are born with rows that all hold the prompt
-                self._reorder(going, parents)
+            self._reorder(going, parents)
             table.push(np.concatenate([group.rows for group in going]), np.concatenate(tokens))
 
     def _generated(self, group: Group) -> NDArray[np.int32]:

@@ -82,7 +82,7 @@ def summarize(
     metrics |= _distribution("itl_s", gaps, "s")
     metrics |= _pool(steps)
     metrics |= _movement(steps, bytes_per_slot, block_size)
-    prefills = steps[steps["kind"] == "prefill"]
+    prefills = steps[steps["kind"].isin(["prefill", "mixed"])]
     metrics |= {"num_prefills": (len(prefills), "steps"), "prefill_s": (float(prefills["model_s"].sum()), "s")}
     parts = {name: (float(steps[name].sum()), "s") for name in SECONDS}
     return metrics | parts

@@ -61,9 +61,9 @@ class Planner:
     ) -> tuple[SampleSpec, IntArray]:
         """Rows that have caught up (``picks``) yield a token each, a fresh prompt one for each of its sequences."""
         table, to_fill = self._table, rows[picks]
-        if decision.is_prefill and any(len(group.rows) > 1 for group in decision.groups):
-            siblings = {int(group.rows[0]): group.rows for group in decision.groups}
-            families = [siblings[int(row)] for row in to_fill]
+        siblings = {group.rows.item(0): group.rows for group in decision.prefills if len(group.rows) > 1}
+        if siblings:
+            families = [siblings.get(row.item(), row[None]) for row in to_fill]
             picks = np.repeat(picks, [len(family) for family in families])
             to_fill = np.concatenate([to_fill[:0], *families])
         spec = SampleSpec(picks, beams)

@@ -18,7 +18,7 @@ from kvbench.step_table import StepTable
 
 SECONDS = ("schedule_s", "copy_s", "model_s", "sample_s")
 PARTS = ("token_states", "reservation", "internal_fragmentation", "rounding", "free")
-KINDS = ("idle", "prefill", "decode")
+KINDS = ("idle", "prefill", "decode", "mixed")
 _CAUSES = ("cow", "fork", "prompt", "swap_out", "swap_in")
 _QUEUES = ("num_running", "num_sequences", "num_waiting", "num_preempted")
 _COLUMNS = (

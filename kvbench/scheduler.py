@@ -1,8 +1,10 @@
 """Iteration-level scheduling: who runs in the next step, and who gives way.
 
 First come, first served. A step is either a prefill of newly admitted groups or a decode of all
-running ones. When the pool is exhausted the latest arrival is preempted, by swap or by recompute,
-and nobody new is admitted while a preempted group waits.
+running ones; with ``prefill=mixed`` it is both at once, as in Orca (Yu et al., OSDI 2022) and in the
+PagedAttention paper (section 4.3), and the running ones' growth goes first. When the pool is exhausted
+the latest arrival is preempted, by swap or by recompute, and nobody new is admitted while a preempted
+group waits.
 """
 
 import sys
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.allocator import Allocator, Capability, Growth, IntArray
-from kvbench.config import Batching, Preemption, SchedulerConfig
+from kvbench.config import Batching, Preemption, Prefill, SchedulerConfig
 from kvbench.content import block_keys
 from kvbench.decision import Decision
 from kvbench.group import Group, Status
@@ -39,6 +41,7 @@ class Scheduler:
         self._swaps = Capability.SWAP in allocator.supports and config.preemption is not Preemption.recompute
         self._reserves = Capability.RESERVES_GROWTH in allocator.supports
         self._caches = Capability.PREFIX_CACHE in allocator.supports
+        self._mixes = config.prefill is Prefill.mixed
         is_limited = config.batching is Batching.continuous
         self._max_batched_tokens = config.max_batched_tokens if is_limited else sys.maxsize
         self._granted = Decision()  # copies of forks made since the last step
@@ -50,8 +53,8 @@ class Scheduler:
         """Place the prefixes of the requests to come, where the allocator can share them: a step for each."""
         for prefix_id, tokens in resident(requests, self.allocator.supports).items():
             row, grant = self.prefixes.add(prefix_id, tokens)
-            decision = Decision(slots=[grant.slots], is_prefill=True)
-            decision.run([], row, np.array([len(tokens)]), len(tokens))
+            decision = Decision(slots=[grant.slots])
+            decision.run(row, np.array([len(tokens)]), len(tokens))
             yield decision
 
     def add(self, group: Group) -> None:
@@ -68,9 +71,14 @@ class Scheduler:
         return bool(self.waiting or self.running or self.preempted)
 
     def admit(self) -> Decision:
-        """Begin the next step; call only while ``has_work``. Whoever can come in does, for a step of their prefill."""
+        """Begin the next step; call only while ``has_work``. Whoever can come in does, for their prefill; where that
+        shall not keep running groups from growing, only in :meth:`complete`.
+        """
         decision, self._granted = self._granted, Decision()
-        self._bring_in(decision)
+        if not (self._mixes and self.running):
+            self._bring_in(decision)
+        elif self._stands_refused:
+            self._still_refused(decision)
         return decision
 
     def complete(self, decision: Decision) -> None:
@@ -80,7 +88,8 @@ class Scheduler:
                 raise RuntimeError("the queue's head does not fit an empty pool: it should have been rejected")
             self._force_preemption(decision)
             self._grow(decision)
-            if not decision.groups:
+            joins = self._mixes and not decision.refused and not decision.num_preemptions
+            if joins or not decision.decodes:
                 self._bring_in(decision)
 
     def commit(self, groups: list[Group]) -> None:
@@ -143,7 +152,7 @@ class Scheduler:
         They end with the one that ends a sequence. (0, 0): the step does more than decode, or beams, EOS, catching
         up, or a preemption by force could intervene.
         """
-        does_more = decision.groups or decision.copies or decision.num_preemptions
+        does_more = decision.groups or decision.copies or decision.num_preemptions or self._may_ask
         if does_more or not self.running or self.config.force_preemption_every:
             return 0, 0
         return self.table.quiet_steps(self.running_rows)
@@ -153,21 +162,38 @@ class Scheduler:
 
         None: nobody stood refused.
         """
-        if self._refused_slots is None or not self.num_queued or self._batch_is_closed():
+        if not self._stands_refused:
             return None
         taken = np.append(0, growth.taken[:-1])  # as each step began; the watermark's slots go last
         return self._refused_slots <= np.maximum(growth.before.free - growth.before.withheld - taken, 0)
 
+    # -- admission ---------------------------------------------------------------------------------
+
+    @property
+    def _is_queued(self) -> bool:
+        """Whether somebody would come in if there were room."""
+        return bool(self.preempted or (self.waiting and not self._batch_is_closed))
+
+    @property
     def _batch_is_closed(self) -> bool:
         return self.config.batching is Batching.static and bool(self.running)
 
-    # -- admission ---------------------------------------------------------------------------------
+    @property
+    def _stands_refused(self) -> bool:
+        """Whether the queue's head asked in vain, and nothing was freed since."""
+        return self._refused_slots is not None and self._is_queued
+
+    @property
+    def _may_ask(self) -> bool:
+        """Whether the queue's head could come in, for all that is known."""
+        if self._refused_slots is not None or not self._is_queued:
+            return False
+        return bool(self.preempted) or self.table.num_free >= self.waiting[0].request.num_sequences
 
     def _bring_in(self, decision: Decision) -> None:
         self._resume(decision)
         if not self.preempted:
             self._admit(decision)
-        decision.is_prefill = bool(decision.groups)
 
     def _resume(self, decision: Decision) -> None:
         """Bring preempted groups back, oldest first, until one does not fit."""
@@ -182,11 +208,11 @@ class Scheduler:
             elif not self._start(group, decision):
                 return None
             self.preempted.pop(0)
-            self._run(group)
+            self._run(group, decision)
         return None
 
     def _admit(self, decision: Decision) -> None:
-        if self._batch_is_closed():
+        if self._batch_is_closed:
             return
         while self.waiting and not self._still_refused(decision):
             group = self.waiting[0]
@@ -198,7 +224,7 @@ class Scheduler:
                 group.rows = group.rows[:0]
                 return
             self.waiting.popleft()
-            self._run(group)
+            self._run(group, decision)
 
     def _start(self, group: Group, decision: Decision) -> bool:
         """Place a group's tokens (a fresh prompt, or a recomputation) and plan the prefill of what is not cached.
@@ -212,8 +238,7 @@ class Scheduler:
         if group.content is not None:
             num_cached = self.allocator.num_cached_tokens(num_tokens, group.content)
         num_new = num_tokens - num_cached
-        batched = decision.num_new_tokens
-        if batched and batched + num_new > self._max_batched_tokens:
+        if decision.prefills and decision.num_new_tokens + num_new > self._max_batched_tokens:
             return False
         if num_resident:
             grant = self.prefixes.extend(group.request, rows, num_new)
@@ -227,7 +252,8 @@ class Scheduler:
             return False
         # A prefix was computed before; the copy of its last block is written to in this step.
         decision.take(grant, "cow" if num_resident else "prompt", late=not num_resident)
-        decision.run([group], rows[:1], np.array([num_new]), num_new)
+        decision.run(rows[:1], np.array([num_new]), num_new)
+        decision.prefills.append(group)
         self.table.computed[rows] = num_cached
         if not group.num_preemptions:
             group.num_cached_tokens = num_cached
@@ -250,9 +276,10 @@ class Scheduler:
         self._refuse(decision, self._refused_slots)
         return True
 
-    def _run(self, group: Group) -> None:
+    def _run(self, group: Group, decision: Decision) -> None:
+        """The group runs from this step on, in whose decode, if it has one already, it takes no part."""
         group.status = Status.RUNNING
-        group.first_round = len(self.rounds)
+        group.first_round = len(self.rounds) + bool(decision.decodes)
         insort(self.running, group, key=_arrival)
         self.rows_changed()
 
@@ -266,7 +293,8 @@ class Scheduler:
             grant = self.allocator.append(rows, num_new)
             if grant is not None:
                 decision.take(grant, "cow")
-                decision.run(self.running, rows, num_new, int(num_new.sum()))
+                decision.run(rows, num_new, int(num_new.sum()))
+                decision.decodes += self.running
                 return
             if len(self.running) == 1:
                 raise RuntimeError("one group does not fit the empty pool: it should have been rejected at arrival")

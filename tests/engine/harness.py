@@ -17,7 +17,7 @@ from allocators.paged_swap import PagedSwapAllocator
 from allocators.static import StaticAllocator
 from kvbench.allocator import Allocator, Capability, Pool
 from kvbench.beam import BeamSearch
-from kvbench.config import Preemption, Reservation, SchedulerConfig
+from kvbench.config import Preemption, Prefill, Reservation, SchedulerConfig
 from kvbench.engine import Engine
 from kvbench.executors.inspection import inspect
 from kvbench.executors.lean import use_lean_layers
@@ -62,6 +62,8 @@ class Setting:
     max_rows: int = 64
     preemption: Preemption = Preemption.auto
     force_preemption_every: int = 0
+    prefill: Prefill = Prefill.separate
+    max_batched_tokens: int = 200
     implementation: str = "cpu"
     lean: bool = False
     record: Record | None = None  # decode on fixed tensors, in steps recorded by this
@@ -101,7 +103,10 @@ def serve(
     executor = TorchExecutor(model, storage, operations, decode)
     table = SequenceTable(pool.max_rows, pool.max_tokens)
     config = SchedulerConfig(
-        preemption=setting.preemption, force_preemption_every=setting.force_preemption_every, max_batched_tokens=200
+        preemption=setting.preemption,
+        force_preemption_every=setting.force_preemption_every,
+        prefill=setting.prefill,
+        max_batched_tokens=setting.max_batched_tokens,
     )
     scheduler = Scheduler(allocator, table, config)
     recorder = Recorder(allocator, scheduler, table)

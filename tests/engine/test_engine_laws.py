@@ -1,6 +1,6 @@
 """Laws of the engine over random workloads, pools and allocators, on an executor that checks every read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.allocator import Capability, Pool
-from kvbench.config import Preemption, SchedulerConfig
+from kvbench.config import Preemption, Prefill, SchedulerConfig
+from kvbench.decision import Decision
 from kvbench.engine import Engine
 from kvbench.group import Group, Status
 from kvbench.recorder import PARTS, Recorder
@@ -30,13 +31,31 @@ class Run:
     end_s: float
 
 
+class Watched(Scheduler):
+    """Checks of every step that it mixes as it should."""
+
+    def admit(self) -> Decision:
+        self._running_before = list(self.running)
+        return super().admit()
+
+    def complete(self, decision: Decision) -> None:
+        super().complete(decision)
+        went_on = [group for group in self._running_before if group.status is Status.RUNNING]
+        if self.config.prefill is Prefill.mixed:
+            assert all(group in decision.groups for group in went_on), "nobody waits for the prefills of others"
+        else:
+            assert decision.kind != "mixed"
+        if len(decision.prefills) > 1:
+            assert decision.num_new_tokens <= self.config.max_batched_tokens
+
+
 def play(allocator_name: str, requests: list[Request], num_slots: int, config: SchedulerConfig, **options: int) -> Run:
     kind, policy = ALLOCATORS[allocator_name]
     swaps = Capability.SWAP in kind.supports
     allocator = kind(Pool(num_slots, 12, MAX_TOKENS, 96 if swaps else 0), **options)
     groups = [make_group(request, allocator, policy, MAX_TOKENS, EOS) for request in requests]
     table = SequenceTable(12, MAX_TOKENS)
-    scheduler = Scheduler(allocator, table, config)
+    scheduler = Watched(allocator, table, config)
     recorder = Recorder(allocator, scheduler, table)
     executor = ScriptedExecutor(num_slots, 96)
     engine = Engine(scheduler, executor, recorder, eos=EOS, audit=True)
@@ -56,6 +75,7 @@ configs = st.builds(
     max_batched_tokens=st.sampled_from([8, 64]),
     preemption=st.sampled_from([Preemption.auto, Preemption.recompute]),
     force_preemption_every=st.sampled_from([0, 0, 2, 5]),
+    prefill=st.sampled_from(Prefill),
 )
 
 

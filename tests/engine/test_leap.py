@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.allocator import Capability, Pool
-from kvbench.config import Batching, Preemption, SchedulerConfig
+from kvbench.config import Batching, Preemption, Prefill, SchedulerConfig
 from kvbench.device_profile import DeviceProfile
 from kvbench.engine import Engine
 from kvbench.executors.cost_model import CostModel
@@ -81,6 +81,7 @@ configs = st.builds(
     max_batched_tokens=st.sampled_from([8, 64]),
     preemption=st.sampled_from([Preemption.auto, Preemption.recompute]),
     batching=st.sampled_from(Batching),
+    prefill=st.sampled_from(Prefill),
     force_preemption_every=st.sampled_from([0, 0, 0, 5]),
 )
 
@@ -136,12 +137,13 @@ def test_leaping_equals_stepping_record_for_record(
         assert request["token_times_s"].tolist() == stepped[3][request["request_id"]]
 
 
+@pytest.mark.parametrize("prefill", Prefill)
 @pytest.mark.parametrize("name", ALLOCATORS)
-def test_leaps_are_taken(name: str) -> None:
+def test_leaps_are_taken(name: str, prefill: Prefill) -> None:
     """Four requests that run undisturbed need one prefill and no decision after it."""
     requests = [Request(i, np.broadcast_to(np.int32(0), 5), 0.0, 40, Sampling(ignore_eos=True)) for i in range(4)]
     cost = CostModel(SHAPE, DEVICE, 2)
-    steps, _, calls, _ = play(name, requests, 600, SchedulerConfig(), RooflineExecutor(cost))
+    steps, _, calls, _ = play(name, requests, 600, SchedulerConfig(prefill=prefill), RooflineExecutor(cost))
     assert len(steps) == 40
     assert calls == 1
     assert (np.diff(steps["start_s"]) > 0).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.config import Preemption
+from kvbench.config import Preemption, Prefill
 from kvbench.request import Request, Sampling
 from tests import tiny_models
 from tests.engine.harness import Served, Setting, generate, serve
@@ -19,7 +19,7 @@ TIE = 1e-5
 
 
 def settings() -> Iterator[Setting]:
-    """Allocator x block size x {no preemption, forced recompute, forced swap}."""
+    """Allocator x block size x {no preemption, forced recompute, forced swap}, and prefills beside decodes."""
     recompute = {"preemption": Preemption.recompute, "force_preemption_every": 2}
     swap = {"preemption": Preemption.swap, "force_preemption_every": 2}
     for allocator in ("static", "buddy_max", "buddy_pow2", "buddy_oracle"):
@@ -31,18 +31,26 @@ def settings() -> Iterator[Setting]:
             yield Setting(allocator, options=options)
             yield Setting(allocator, options=options, **recompute)
         yield Setting("paged_swap", options=options, **swap)
+    mixed = {"prefill": Prefill.mixed, "max_batched_tokens": 48}  # prompts come in over several steps
+    for allocator in ("static", "buddy_oracle"):
+        yield Setting(allocator, **mixed)
+        yield Setting(allocator, **recompute, **mixed)
+    for preempts in ({}, recompute, swap):
+        yield Setting("paged_swap", options={"block_size": 8}, **preempts, **mixed)
 
 
 def name_of(setting: Setting) -> str:
     forced = setting.preemption.value if setting.force_preemption_every else "undisturbed"
-    return "-".join([setting.allocator, *map(str, (setting.options or {}).values()), forced])
+    mixed = ["mixed"] if setting.prefill is Prefill.mixed else []
+    return "-".join([setting.allocator, *map(str, (setting.options or {}).values()), forced, *mixed])
 
 
 SETTINGS = list(settings())
 FEW = [
     setting
     for setting in SETTINGS
-    if name_of(setting) in {"buddy_oracle-recompute", "paged-8-recompute", "paged_swap-16-swap"}
+    if name_of(setting)
+    in {"buddy_oracle-recompute", "paged-8-recompute", "paged_swap-16-swap", "paged_swap-8-recompute-mixed"}
 ]
 
 
@@ -144,6 +152,8 @@ def test_llama(setting: Setting) -> None:
     check_conservation(served)
     if setting.force_preemption_every:
         assert sum(group.num_preemptions > 0 for group in served.groups) > 4
+    if setting.prefill is Prefill.mixed:
+        assert (served.recorder.steps(served.end_s)["kind"] == "mixed").sum() > 1
 
 
 @pytest.mark.parametrize("setting", FEW, ids=name_of)
