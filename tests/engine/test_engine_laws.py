@@ -1,6 +1,6 @@
 """Laws of the engine over random workloads, pools and allocators, on an executor that checks every read."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Runs every sweep behind the tables in this folder, and collects them: about two hours on one core, resumable.
 #   results/reference/roofline/rerun.sh [GROUP ...]     groups: see the functions below; none: all of them
+# SEEDS=0 runs the first of the three seeds alone.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 PYTHON=${PYTHON:-.venv/bin/python}
 RESULTS=${RESULTS:-results}
 HERE=results/reference/roofline
 
-run() { "$PYTHON" -m kvbench measure.progress=false resume=true results_dir="$RESULTS" "$@"; }
+run() { "$PYTHON" -m kvbench measure.progress=false resume=true results_dir="$RESULTS" ${SEEDS:+seed=$SEEDS} "$@"; }
 collect() { local table=$1; shift; "$PYTHON" -m kvbench.collect "${@/#/$RESULTS/runs/}" "$HERE/$table.parquet"; }
 
 # One panel of Figure 12: setup, workload, seconds, and each system's rates around its limit.
