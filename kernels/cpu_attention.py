@@ -157,13 +157,15 @@ def _fill_rows(rows, work, sequence, start, stop, row_bytes):
         if slot < 0 or slot + count > work.num_slots:
             work.invalid = 1
             slot = row_bytes = 0
-        for t in range(TILE):
-            rows[t] = (slot + min(t, count - 1)) * row_bytes
+        _fill_run(rows, slot, count, row_bytes)
         return
     table = int32_pointer(work.tables + sequence * work.table_width * 4)
     index = start // work.block_size
     offset = start - index * work.block_size
     first_slot = _first_slot(table, index, work)
+    if offset + count <= work.block_size:
+        _fill_run(rows, first_slot + offset, count, row_bytes)
+        return
     for t in range(count):
         if offset == work.block_size:
             offset = 0
@@ -173,6 +175,12 @@ def _fill_rows(rows, work, sequence, start, stop, row_bytes):
         offset += 1
     for t in range(count, TILE):
         rows[t] = rows[count - 1]
+
+
+@njit
+def _fill_run(rows, slot, count, row_bytes):
+    for t in range(TILE):
+        rows[t] = (slot + min(t, count - 1)) * row_bytes
 
 
 @njit

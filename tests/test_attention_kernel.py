@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = [
     *("device", "dtype", "threads", "block_size", "batch", "context", "query_heads", "kv_heads", "head_dim"),
-    *("paged_us", "contiguous_us", "sdpa_us", "ratio", "ratio_low", "ratio_high"),
+    *("paged_us", "contiguous_us", "sdpa_us", "ratio", "ratio_low", "ratio_high", "read_ratio"),
     *("bytes", "gb_per_s", "stream_gb_per_s"),
 ]
 
@@ -59,7 +59,7 @@ def test_the_command_keeps_every_sample_and_sums_them_up(run: Cli) -> None:
     record = _attention(run, *sizes)
     assert record.status == "complete"
     samples = record.table("samples")
-    candidates = {"contiguous": 1, "paged": 2, "sdpa": 1, "stream": 1}
+    candidates = {"contiguous": 1, "paged": 2, "sdpa": 1, "stream": 1, "read": 3}
     settings = 2 * 2 * 2  # dtypes, threads, contexts
     assert samples["candidate"].value_counts().to_dict() == {
         name: count * settings * 2 for name, count in candidates.items()
@@ -77,8 +77,9 @@ def test_each_candidate_has_a_turn_in_every_round_in_changing_order() -> None:
     orders = set()
     for _, turns in samples.groupby(["context", "round"]):
         names = turns["candidate"] + turns["block_size"].astype(str)
-        assert sorted(names) == ["contiguous0", "paged16", "paged4", "sdpa0", "stream0"]
-        assert turns["turn"].tolist() == list(range(5))
+        reads = ["read0", "read16", "read4"]
+        assert sorted(names) == ["contiguous0", "paged16", "paged4", *reads, "sdpa0", "stream0"]
+        assert turns["turn"].tolist() == list(range(8))
         orders.add(tuple(names))
     assert len(orders) > 8
 
@@ -102,7 +103,7 @@ def test_a_peer_that_fails_is_left_out_and_says_why() -> None:
     experiment = _experiment(_grid(), kernels.load("cpu"))
     experiment.peers = {"missing": missing, "wrong": wrong}
     samples = experiment.run(progress=False)
-    assert set(samples["candidate"]) == {"contiguous", "paged", "sdpa", "stream"}
+    assert set(samples["candidate"]) == {"contiguous", "paged", "read", "sdpa", "stream"}
     assert "not here" in experiment.absent["missing"]
     assert "is wrong" in experiment.absent["wrong"]
 
@@ -130,6 +131,7 @@ def test_ratios_are_paired_within_rounds() -> None:
     drift = np.linspace(1, 10, 21)
     setting = {"dtype": "bfloat16", "threads": 1, "batch": 8, "context": 64}
     times = {("contiguous", 0): 10e-6, ("paged", 16): 11e-6, ("sdpa", 0): 20e-6, ("stream", 0): 5e-6}
+    times |= {("read", 0): 6e-6, ("read", 16): 9e-6}
     samples = pd.DataFrame(
         setting | {"candidate": name, "block_size": size, "round": i, "seconds": seconds * drift[i]}
         for (name, size), seconds in times.items()
@@ -137,6 +139,7 @@ def test_ratios_are_paired_within_rounds() -> None:
     )
     (row,) = summary.summarize(_run_of(samples)).to_dict("records")
     assert [row[key] for key in ("ratio", "ratio_low", "ratio_high")] == pytest.approx([1.1] * 3)
+    assert row["read_ratio"] == pytest.approx(1.5)
     assert row["contiguous_us"] == pytest.approx(10 * 5.5)
     assert row["bytes"] == 8 * 64 * 2 * 3 * 64 * 2
     assert row["gb_per_s"] == pytest.approx(row["bytes"] / (11e-6 * 5.5) / 1e9)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import BaseSlots, BlockTables, Kernels
+from kernels.cpu_read import read_kv
 from kvbench.attention_kernel.problem import Problem
 
 Attend = Callable[[Tensor, Tensor], Any]
@@ -31,8 +32,16 @@ class Candidate:
 
 def own(problem: Problem, kernels: Kernels, block_sizes: list[int]) -> list[Candidate]:
     """The kernel under test, paged by each block size and contiguous."""
-    layouts: list[BlockTables | BaseSlots] = [problem.base_slots(), *map(problem.block_tables, block_sizes)]
-    return [_decode(problem, kernels, where) for where in layouts]
+    return [_decode(problem, kernels, where) for where in _layouts(problem, block_sizes)]
+
+
+def reads(problem: Problem, block_sizes: list[int]) -> list[Candidate]:
+    """On the CPU, reading the same tokens in the same order and nothing else: what that order costs by itself."""
+    return [_read(problem, where) for where in _layouts(problem, block_sizes)]
+
+
+def _layouts(problem: Problem, block_sizes: list[int]) -> list[BlockTables | BaseSlots]:
+    return [problem.base_slots(), *map(problem.block_tables, block_sizes)]
 
 
 def _decode(problem: Problem, kernels: Kernels, where: BlockTables | BaseSlots) -> Candidate:
@@ -41,10 +50,22 @@ def _decode(problem: Problem, kernels: Kernels, where: BlockTables | BaseSlots) 
             problem.query, key_cache, value_cache, where, problem.lengths, scale=problem.scale, out=problem.out
         )
 
+    name = "paged" if isinstance(where, BlockTables) else "contiguous"
+    return Candidate(name, *_extent(problem, where), decode, where)
+
+
+def _read(problem: Problem, where: BlockTables | BaseSlots) -> Candidate:
+    def read(key_cache: Tensor, value_cache: Tensor) -> Tensor:
+        return read_kv(key_cache, value_cache, where, problem.lengths)
+
+    return Candidate("read", *_extent(problem, where), read, where=None)
+
+
+def _extent(problem: Problem, where: BlockTables | BaseSlots) -> tuple[int, int]:
+    """Block size (0: not paged) and slots of the pool."""
     if isinstance(where, BlockTables):
-        num_slots = where.tables.numel() * where.block_size
-        return Candidate("paged", where.block_size, num_slots, decode, where)
-    return Candidate("contiguous", 0, problem.batch * problem.context, decode, where)
+        return where.block_size, where.tables.numel() * where.block_size
+    return 0, problem.batch * problem.context
 
 
 def sdpa(problem: Problem) -> Candidate:

@@ -80,7 +80,8 @@ class Experiment:
     ) -> Iterator[Candidate]:
         """Those that give the right result, ready to be timed."""
         own = candidates.own(problem, self.kernels, grid.block_sizes)
-        for candidate in (*own, candidates.sdpa(problem), candidates.memory_limit(problem)):
+        reads = candidates.reads(problem, grid.block_sizes) if self.device.type == "cpu" else []
+        for candidate in (*own, candidates.sdpa(problem), candidates.memory_limit(problem), *reads):
             self._check(candidate, problem, setting.dtype, kv)
             clock.add(candidate)
             yield candidate

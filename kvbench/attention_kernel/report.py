@@ -107,6 +107,7 @@ def _draw_ratios(axes: Axes, table: pd.DataFrame) -> None:
     for colour, size in zip(_RATIO_COLOURS, chosen, strict=False):
         rows = table[table["block_size"] == size].sort_values("context")
         axes.plot(rows["context"], rows["ratio"], marker=".", color=colour, label=f"block {size}")
+        axes.plot(rows["context"], rows["read_ratio"], ":", color=colour, label=f"block {size}, only read")
         axes.fill_between(rows["context"], rows["ratio_low"], rows["ratio_high"], color=colour, alpha=0.25, lw=0)
     axes.axhline(1, color="black", lw=0.6)
 

@@ -30,6 +30,7 @@ def summarize(run: Run) -> pd.DataFrame:
     ratio: median over the rounds of paged over contiguous time within the round; ``*_low`` and ``*_high``: its
     95 % bootstrap interval. bytes: K and V, once. gb_per_s: bytes over paged time. stream_gb_per_s: what the
     memory did with the same bytes in the same rounds (CPU: a sum; CUDA: a copy, reads and writes counted).
+    read_ratio: as ratio, of reading the tokens in the two orders and nothing else (NaN on CUDA).
     """
     environment = run.environment()
     rows = [
@@ -65,6 +66,7 @@ def _rows(samples: pd.DataFrame, heads: dict[str, Any]) -> list[dict[str, Any]]:
                 "ratio": ratio,
                 "ratio_low": low,
                 "ratio_high": high,
+                "read_ratio": (seconds["read", size] / seconds["read", 0]).median() if "read" in seconds else np.nan,
                 "bytes": num_bytes,
                 "gb_per_s": num_bytes / paged.median() / 1e9,
                 "contiguous_gb_per_s": num_bytes / contiguous.median() / 1e9,
