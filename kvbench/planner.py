@@ -22,13 +22,14 @@ class Planner:
         """The step's plan, and the row that each pick's token will be appended to."""
         table, allocator = self._table, self._allocator
         rows, num_new = np.concatenate(decision.rows), np.concatenate(decision.num_new)
-        slots = decision.slots
+        slots = np.concatenate(decision.slots) if self._draws_tokens else None
         is_decode = num_new == 1
         num_decode = int(np.count_nonzero(is_decode))
-        if 0 < num_decode < len(rows):  # decode rows first
+        if not is_decode[:num_decode].all():  # they go first
             order = np.argsort(~is_decode, kind="stable")
-            by_token = np.argsort(np.repeat(~is_decode, num_new), kind="stable")
-            rows, num_new, slots = rows[order], num_new[order], [np.concatenate(slots)[by_token]]
+            if slots is not None:
+                slots = slots[np.argsort(np.repeat(~is_decode, num_new), kind="stable")]
+            rows, num_new = rows[order], num_new[order]
         lengths, picks, beams = table.after(rows, num_new)
         sample, rows_to_fill = self._sample_spec(decision, rows, picks, beams)
         plan = StepPlan(
@@ -41,8 +42,8 @@ class Planner:
             sample=sample,
             block_size=allocator.block_size,
         )
-        if self._draws_tokens:
-            self._place(plan, np.concatenate(slots))
+        if slots is not None:
+            self._place(plan, slots)
         return plan, rows_to_fill
 
     def _place(self, plan: StepPlan, slots: IntArray) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import torch
 
 from kvbench import models
-from kvbench.allocator import Allocator, Pool
+from kvbench.allocator import Allocator, IntArray, Pool
 from kvbench.backend import Backend
 from kvbench.config import Config
 from kvbench.device_profile import DeviceProfile
@@ -13,9 +13,9 @@ from kvbench.errors import ConfigError
 from kvbench.executors.cost_model import CostModel
 from kvbench.executors.roofline import RooflineExecutor
 from kvbench.geometry import shape_of
-from kvbench.recorded_beams import ReplayedBeams, shipped, shipped_parents
+from kvbench.recorded_beams import ReplayedBeams, shipped_parents
 from kvbench.request import Request
-from kvbench.workload_config import length_source
+from kvbench.workload_config import WorkloadConfig, length_source
 
 
 def validate(cfg: Config) -> None:
@@ -34,7 +34,7 @@ def validate(cfg: Config) -> None:
             "or lengths"
         )
     if cfg.workload.mode == "beam":
-        shipped(cfg.workload.beam_width)
+        _recordings(cfg.workload)
 
 
 def load(cfg: Config) -> Backend:
@@ -50,8 +50,7 @@ def load(cfg: Config) -> Backend:
         return RooflineExecutor(cost)
 
     def beams(request: Request) -> ReplayedBeams:
-        sampling = request.sampling
-        recordings = shipped_parents(sampling.beam_width)
+        sampling, recordings = request.sampling, _recordings(cfg.workload)
         return ReplayedBeams(recordings, request.max_new_tokens, seed=sampling.seed, request_id=request.request_id)
 
     return Backend(
@@ -69,3 +68,13 @@ def load(cfg: Config) -> Backend:
         beams=beams,
         record={"model": {"source": "configuration", "name": cfg.model.name}, "geometry": asdict(shape)},
     )
+
+
+def _recordings(cfg: WorkloadConfig) -> IntArray:
+    """Parents of the beam searches to replay, int64 ``[requests, steps, width]``. Raises ConfigError."""
+    recordings = shipped_parents(cfg.beam_width)
+    if cfg.recording is None:
+        return recordings
+    if not 0 <= cfg.recording < len(recordings):
+        raise ConfigError(f"workload.recording: {cfg.recording} is not an integer from 0 to {len(recordings) - 1}")
+    return recordings[cfg.recording : cfg.recording + 1]

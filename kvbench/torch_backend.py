@@ -38,6 +38,8 @@ def validate(cfg: Config) -> None:
         raise ConfigError(
             f"device.num_threads: {cfg.device.num_threads} is not an integer from 0 to {os.cpu_count() or 1}"
         )
+    if cfg.workload.recording is not None:
+        raise ConfigError("workload.recording: must be null with executor=torch, whose beams are searched for")
     if cfg.model.source == models.GEOMETRY:
         raise ConfigError(f"model: {cfg.model.name} is a shape without weights; use it with executor=roofline")
     device = choose_device(cfg.device.name)

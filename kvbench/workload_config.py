@@ -53,6 +53,7 @@ class WorkloadConfig:
     top_p: float = 1.0
     length_penalty: float = 1.0
     early_stopping: Any = False
+    recording: int | None = None
     ignore_eos: bool = False
 
 
@@ -87,6 +88,8 @@ def check(cfg: WorkloadConfig) -> None:
         raise ConfigError(f"workload.num_requests: {cfg.num_requests} is not an integer >= 1, or null")
     if cfg.duration_s is not None and not 0 < cfg.duration_s < math.inf:
         raise ConfigError(f"workload.duration_s: {cfg.duration_s} is not a finite number > 0, or null")
+    if cfg.recording is not None and cfg.mode != "beam":
+        raise ConfigError(f"workload.recording: must be null with workload.mode={cfg.mode}; it names recorded beams")
     length_filter.check(cfg.filter)
     _check_prefix(cfg.prefix)
     chat.check(cfg.chat)

@@ -28,7 +28,7 @@ FIGURES = {
     "fig12": PaperFigure((columns.THROUGHPUT,), latency.fig12),
     "fig13": PaperFigure((columns.MEMORY_WASTE,), memory.fig13),
     "fig14": PaperFigure((columns.PARALLEL_SAMPLING, columns.BEAM_SEARCH), latency.fig14),
-    "fig15": PaperFigure((columns.PARALLEL_SAMPLING, columns.BEAM_SEARCH), memory.fig15),
+    "fig15": PaperFigure((columns.PARALLEL_SAMPLING, columns.BEAM_SEARCH, columns.BEAM_RECORDINGS), memory.fig15),
     "fig16": PaperFigure((columns.SHARED_PREFIX,), latency.fig16),
     "fig17": PaperFigure((columns.CHAT,), latency.fig17),
     "fig18a": PaperFigure((columns.ATTENTION_KERNEL,), lines.fig18a),

@@ -27,6 +27,9 @@ SYSTEM_ORDER = [columns.SYSTEMS[name] for name in columns.ORCA_AND_PAGED]
 
 SHARING = ((columns.PARALLEL_SAMPLING, "parallel sampling", "n"), (columns.BEAM_SEARCH, "beam search", "beam_width"))
 WIDTHS = (2, 4, 6)  # sequences or beams per request
+BAND = (0.1, 0.9)  # quantiles over recorded beam searches
+# What full blocks of prompts save if the histograms' longest inputs have the shortest outputs, or the longest ones.
+PAIRINGS = {2: (1.8, 12.8), 4: (2.7, 19.3), 6: (3.0, 21.4)}
 
 # The paper's parts, and the label and colour of each. Its "external" is what is neither held nor handed out.
 PARTS = {
@@ -115,8 +118,8 @@ def fig13(results: Path) -> Drawing:
 
 def fig15(results: Path) -> Drawing:
     samples = pd.concat([_savings(results / path, mode, key) for path, mode, key in SHARING])
-    note = "lengths paired independently (the paper's pairing is not known); beams recorded from another model"
-    ours, published = over_seeds(samples).assign(note=note), paper.load("fig15")
+    ours, published, band = over_seeds(samples), paper.load("fig15"), _band(results / columns.BEAM_RECORDINGS)
+    ours["note"] = [_note(panel, int(width), band) for panel, width in zip(ours["panel"], ours["x"], strict=True)]
     if not ours["panel"].str.startswith("ShareGPT").any():  # the paper plots Alpaca; its text has ShareGPT's ranges
         published = published[published["panel"].str.startswith("Alpaca")]
     panels = list(dict.fromkeys(published["panel"]))
@@ -125,10 +128,37 @@ def fig15(results: Path) -> Drawing:
     for axes, panel in zip(figure.subplots(rows, 2, sharey=True, squeeze=False).flat, panels, strict=True):
         mine, theirs = (table[table["panel"] == panel].set_index("x") for table in (ours, published))
         _pairs(axes, mine, theirs, list(WIDTHS), [style.LOOKS["vLLM"].colour] * len(WIDTHS))
+        if "beam" in panel:
+            axes.vlines(np.arange(len(WIDTHS)) - 0.29, band["low"], band["high"], color="black", linewidth=2.5)
         axes.set(title=panel, xlabel="beams per request" if "beam" in panel else "sequences per request")
         axes.set_ylabel("" if "beam" in panel else "blocks saved by sharing, %")
-    _legend_of_pairs(figure, ours)
+    recorded = Line2D([], [], color="black", linewidth=2.5, label="recorded searches, one by one (10 to 90 %)")
+    _legend_of_pairs(figure, ours, recorded)
     return Drawing(figure, compare(ours, published, unit="% of blocks"))
+
+
+def _band(path: Path) -> pd.DataFrame:
+    """Savings, in %, when one recorded beam search is replayed by all: low and high, by the number of beams."""
+    table = read(
+        path,
+        labels=LABELS,
+        keys={"x": "config.workload.beam_width", "recording": columns.RECORDING},
+        values={"value": columns.SAVING},
+        keep={"allocator": ["paged"], "workload": [ALPACA], "x": list(WIDTHS)},
+    )
+    quantiles = 100 * table.groupby("x")["value"].quantile(list(BAND)).unstack()
+    return quantiles.set_axis(["low", "high"], axis=1).reindex(WIDTHS)
+
+
+def _note(panel: str, width: int, band: pd.DataFrame) -> str:
+    unknown = "lengths paired independently, as the paper's pairing is not known"
+    if not panel.startswith("Alpaca"):
+        return unknown
+    if "beam" in panel:
+        low, high = band.loc[width]
+        return f"{unknown}; beams of SmolLM2, its recorded searches one by one: {low:.1f} to {high:.1f}"
+    least, most = PAIRINGS[width]
+    return f"{unknown}: its histograms allow {least} to {most}"
 
 
 def _savings(path: Path, mode: str, key: str) -> pd.DataFrame:
@@ -137,7 +167,7 @@ def _savings(path: Path, mode: str, key: str) -> pd.DataFrame:
         path,
         labels=LABELS,
         keys={**KEYS, "x": f"config.workload.{key}"},
-        values={"value": "metric.sharing_saving_fraction", "latency": columns.LATENCY},
+        values={"value": columns.SAVING, "latency": columns.LATENCY},
         keep={"allocator": ["paged"], "workload": list(columns.DATASETS), "x": list(WIDTHS)},
     )
     table = table[table["latency"] <= LEVEL].assign(panel=table["workload"].map(columns.DATASETS) + " " + mode)
@@ -156,9 +186,10 @@ def _pairs(axes: Axes, ours: pd.DataFrame, published: pd.DataFrame, order: list,
     axes.margins(y=0.12)
 
 
-def _legend_of_pairs(figure: Figure, ours: pd.DataFrame) -> None:
-    handles = [
+def _legend_of_pairs(figure: Figure, ours: pd.DataFrame, *others: Artist) -> None:
+    handles: list[Artist] = [
         Patch(facecolor="0.4", label=style.ours_label(ours)),
         Patch(facecolor="white", edgecolor="0.4", hatch=style.HATCH, label="published"),
+        *others,
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))

@@ -15,6 +15,7 @@ from kvbench.geometry import ModelShape, read_config, shape_of
 from tests.cli import Cli, refusal
 
 PAPER = ("+setup=paper_13b", "workload=alpaca_paper", "workload.duration_s=2", "measure.progress=false")
+BEAMS = ("workload.mode=beam", "workload.beam_width=6")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,8 @@ def test_equal_seeds_give_equal_records(run: Cli) -> None:
         (("workload.ignore_eos=false",), "workload.ignore_eos: executor=roofline draws no tokens"),
         (("workload=prompts", "workload.ignore_eos=true"), "workload: executor=roofline serves lengths, not texts"),
         (("workload.mode=beam", "workload.beam_width=3"), "workload.beam_width: 3 has no recorded beams"),
+        (("workload.recording=0",), "workload.recording: must be null with workload.mode=greedy"),
+        ((*BEAMS, "workload.recording=-1"), "workload.recording: -1 is not an integer from 0 to 47"),
         (("executor=torch", "device=cpu"), "model: opt_13b is a shape without weights"),
         (("executor=torch",), "device: a100_40gb_vllm2023 is a profile for executor=roofline"),
         (("device.profile.flops=0",), "device.profile.flops: 0.0 is not a number > 0"),

@@ -21,6 +21,7 @@ TABLES = [
     "roofline/paper_throughput",
     "roofline/paper_parallel_sampling",
     "roofline/paper_beam_search",
+    "roofline/paper_beam_recordings",
     "roofline/paper_shared_prefix",
     "roofline/paper_chat",
     "roofline/paper_block_size",
@@ -94,6 +95,17 @@ def by_block_size(*variants: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def beam_recordings() -> list[dict[str, Any]]:
+    """Eleven recorded searches of each width, which save 0, 1, ... 10 % for each beam."""
+    return [
+        {"config.allocator.name": "paged", "config.workload.name": "alpaca_paper"}
+        | {"config.workload.beam_width": width, "config.workload.recording": recording}
+        | {"metric.sharing_saving_fraction": 0.01 * width * recording}
+        for width in (2, 4, 6)
+        for recording in range(11)
+    ]
+
+
 def write_all(results: Path) -> None:
     prefixes = product(("buddy_oracle", "paged"), (80, 341))
     tables = {
@@ -105,6 +117,7 @@ def write_all(results: Path) -> None:
         "roofline/paper_throughput": throughput(),
         "roofline/paper_parallel_sampling": sharing("n", saving=0.02),
         "roofline/paper_beam_search": sharing("beam_width", saving=0.1),
+        "roofline/paper_beam_recordings": beam_recordings(),
         "roofline/paper_shared_prefix": [
             row for name, prefix in prefixes for row in curve(name, "prefix", config__workload__prefix__tokens=prefix)
         ],

@@ -26,7 +26,6 @@ def test_every_figure_is_drawn_and_compared(drawn: Path, name: str) -> None:
     assert len(rows) > 0
     assert rows["ours"].notna().all(), "every published value has one of ours beside it"
     reasons = rows["note"].dropna().unique()
-    assert len(reasons) <= 1, "a reason of the whole figure or of a panel, or none"
     assert not any(word in reason for reason in reasons for word in ("not measured", "not published", "not cross"))
     assert rows["difference"].notna().all()
 

@@ -7,10 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kvbench.allocator import consecutive
+from kvbench.histograms import pmf
 from paper_figures import fidelity
 from paper_figures.latency import fig12, fig16, rates
 from paper_figures.lines import fig18a, fig19a
-from paper_figures.memory import fig2, fig13, fig15
+from paper_figures.memory import PAIRINGS, fig2, fig13, fig15
 from tests.figures import synthetic
 
 T2 = 4.30265  # Student's t for three seeds
@@ -106,11 +108,32 @@ def test_savings_are_averaged_over_rates_before_seeds(results: Path) -> None:
     got = row(table, "Alpaca beam search", "vLLM", 4)
     assert (got["ours"], got["n_seeds"], got["unit"]) == (pytest.approx(30), 3, "% of blocks")
     assert not table["panel"].str.contains("ShareGPT").any()
+    assert "one by one: 4.0 to 36.0" in got["note"]
+    assert "allow 2.7 to 19.3" in row(table, "Alpaca parallel sampling", "vLLM", 4)["note"]
+
+
+@pytest.mark.parametrize("num_sequences", PAIRINGS)
+def test_what_pairings_allow_follows_from_the_histograms(num_sequences: int) -> None:
+    """A prompt's full blocks are held once instead of ``num_sequences`` times, while the output grows."""
+    count, block = 20_000, 16
+    at = (np.arange(count) + 0.5) / count
+    inputs, outputs = (
+        values[np.searchsorted(np.cumsum(probabilities), at)]
+        for values, probabilities in (pmf("alpaca", kind) for kind in ("input", "output"))
+    )
+
+    def saving(inputs: np.ndarray) -> float:
+        lengths = np.repeat(inputs, outputs) + consecutive(np.zeros(count, np.int64), outputs)
+        shared = (outputs * (inputs // block)).sum() / (-(-lengths // block)).sum()
+        return 100 * shared * (num_sequences - 1) / num_sequences
+
+    assert (saving(inputs[::-1]), saving(inputs)) == pytest.approx(PAIRINGS[num_sequences], abs=0.1)
 
 
 def test_ranges_of_the_text_appear_once_sharegpt_is_measured(tmp_path: Path) -> None:
     beams = synthetic.sharing("beam_width", saving=0.1)
     synthetic.write(tmp_path, "roofline/paper_parallel_sampling", synthetic.sharing("n", saving=0.02))
+    synthetic.write(tmp_path, "roofline/paper_beam_recordings", synthetic.beam_recordings())
     sharegpt = [row | {"config.workload.name": "sharegpt_paper"} for row in beams]
     synthetic.write(tmp_path, "roofline/paper_beam_search", beams + sharegpt)
     table = fig15(tmp_path).comparison

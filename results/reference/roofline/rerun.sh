@@ -63,6 +63,11 @@ beam_search() {
   collect paper_beam_search paper_beam_search
 }
 
+beam_recordings() {
+  run +experiment=paper_beam_recordings workload.beam_width=2,4,6
+  collect paper_beam_recordings paper_beam_recordings
+}
+
 block_size() {
   run +experiment=paper_block_size workload=sharegpt_paper workload.arrival.rate=2.1 workload.duration_s=900
   run +experiment=paper_block_size workload=alpaca_paper workload.arrival.rate=26 workload.duration_s=300
@@ -88,6 +93,6 @@ chat() {
   collect paper_chat paper_chat
 }
 
-all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput parallel_sampling beam_search
+all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput parallel_sampling beam_search beam_recordings
   block_size swap_vs_recompute swap_microbenchmark shared_prefix chat)
 for group in "${@:-${all[@]}}"; do "$group"; done
