@@ -41,6 +41,12 @@ throughput_alpaca() {
 
 throughput() { collect paper_throughput paper_throughput paper_static_batching; }
 
+throughput_mixed() {
+  run +experiment=paper_throughput_mixed
+  run +experiment=paper_throughput_mixed allocator=buddy_max workload.arrival.rate=6,8,10,12,15
+  collect paper_throughput_mixed paper_throughput_mixed
+}
+
 # One panel of Figure 14: experiment, setting, and the rates of max, pow2, oracle and paged.
 sequences() {
   local systems=(buddy_max buddy_pow2 buddy_oracle paged) i
@@ -93,6 +99,6 @@ chat() {
   collect paper_chat paper_chat
 }
 
-all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput parallel_sampling beam_search beam_recordings
+all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput throughput_mixed parallel_sampling beam_search beam_recordings
   block_size swap_vs_recompute swap_microbenchmark shared_prefix chat)
 for group in "${@:-${all[@]}}"; do "$group"; done
