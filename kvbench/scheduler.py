@@ -1,8 +1,8 @@
 """Iteration-level scheduling: who runs in the next step, and who gives way.
 
 First come, first served. A step is either a prefill of newly admitted groups or a decode of all
-running ones; with ``prefill=mixed`` it is both at once, as in Orca (Yu et al., OSDI 2022) and in the
-PagedAttention paper (section 4.3), and the running ones' growth goes first. When the pool is exhausted
+running ones; with ``prefill=mixed`` it is both at once, as in Orca (Yu et al., OSDI 2022), and the
+running ones' growth goes first. When the pool is exhausted
 the latest arrival is preempted, by swap or by recompute, and nobody new is admitted while a preempted
 group waits.
 """

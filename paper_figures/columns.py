@@ -4,6 +4,7 @@
 BATCH_THROUGHPUT = "roofline/paper_batch_throughput.parquet"
 MEMORY_WASTE = "roofline/paper_memory_waste.parquet"
 THROUGHPUT = "roofline/paper_throughput.parquet"
+THROUGHPUT_MIXED = "roofline/paper_throughput_mixed.parquet"
 PARALLEL_SAMPLING = "roofline/paper_parallel_sampling.parquet"
 BEAM_SEARCH = "roofline/paper_beam_search.parquet"
 BEAM_RECORDINGS = "roofline/paper_beam_recordings.parquet"

@@ -19,6 +19,7 @@ TABLES = [
     "roofline/paper_batch_throughput",
     "roofline/paper_memory_waste",
     "roofline/paper_throughput",
+    "roofline/paper_throughput_mixed",
     "roofline/paper_parallel_sampling",
     "roofline/paper_beam_search",
     "roofline/paper_beam_recordings",
@@ -74,6 +75,16 @@ def throughput(workloads: tuple[str, ...] = ("sharegpt_paper", "alpaca_paper")) 
     ]
 
 
+def throughput_mixed() -> list[dict[str, Any]]:
+    """One panel, in which everybody sustains the same rates as in ``throughput``."""
+    return [
+        row
+        for allocator in CAPACITY
+        if allocator != "static"
+        for row in curve(allocator, "alpaca_paper", config__scheduler__prefill="mixed")
+    ]
+
+
 def sharing(key: str, *, saving: float) -> list[dict[str, Any]]:
     """Savings of ``saving`` per sequence beyond the first, the same at every rate."""
     return [
@@ -115,6 +126,7 @@ def write_all(results: Path) -> None:
         ],
         "roofline/paper_memory_waste": memory_waste(),
         "roofline/paper_throughput": throughput(),
+        "roofline/paper_throughput_mixed": throughput_mixed(),
         "roofline/paper_parallel_sampling": sharing("n", saving=0.02),
         "roofline/paper_beam_search": sharing("beam_width", saving=0.1),
         "roofline/paper_beam_recordings": beam_recordings(),
