@@ -28,6 +28,7 @@ SYSTEM_ORDER = [columns.SYSTEMS[name] for name in columns.ORCA_AND_PAGED]
 SHARING = ((columns.PARALLEL_SAMPLING, "parallel sampling", "n"), (columns.BEAM_SEARCH, "beam search", "beam_width"))
 WIDTHS = (2, 4, 6)  # sequences or beams per request
 BAND = (0.1, 0.9)  # quantiles over recorded beam searches
+BAND_LOOK: dict[str, Any] = {"color": "#D55E00", "linewidth": 3}
 # What full blocks of prompts save if the histograms' longest inputs have the shortest outputs, or the longest ones.
 PAIRINGS = {2: (1.8, 12.8), 4: (2.7, 19.3), 6: (3.0, 21.4)}
 
@@ -124,15 +125,15 @@ def fig15(results: Path) -> Drawing:
         published = published[published["panel"].str.startswith("Alpaca")]
     panels = list(dict.fromkeys(published["panel"]))
     rows = len(panels) // 2
-    figure = style.canvas(0.5 + 1.9 * rows, width=5.5)
+    figure = style.canvas(0.65 + 1.9 * rows, width=5.5)
     for axes, panel in zip(figure.subplots(rows, 2, sharey=True, squeeze=False).flat, panels, strict=True):
         mine, theirs = (table[table["panel"] == panel].set_index("x") for table in (ours, published))
         _pairs(axes, mine, theirs, list(WIDTHS), [style.LOOKS["vLLM"].colour] * len(WIDTHS))
         if "beam" in panel:
-            axes.vlines(np.arange(len(WIDTHS)) - 0.29, band["low"], band["high"], color="black", linewidth=2.5)
+            axes.vlines(np.arange(len(WIDTHS)), band["low"], band["high"], **BAND_LOOK)
         axes.set(title=panel, xlabel="beams per request" if "beam" in panel else "sequences per request")
         axes.set_ylabel("" if "beam" in panel else "blocks saved by sharing, %")
-    recorded = Line2D([], [], color="black", linewidth=2.5, label="recorded searches, one by one (10 to 90 %)")
+    recorded = Line2D([], [], **BAND_LOOK, label="single recordings, 10 to 90 %")
     _legend_of_pairs(figure, ours, recorded)
     return Drawing(figure, compare(ours, published, unit="% of blocks"))
 
