@@ -9,10 +9,12 @@ Decode
     plain sum of the bytes takes 9.4 ms. bfloat16: 6.2 and 7.4 ms, sum 4.7 ms. A prototype with the KV in
     the first level of cache took 3.6 and 4.2 ms. torch's SDPA on contiguous KV takes about 1.5 (float32)
     and 2 to 3 times as long (bfloat16). Without prefetches float32 takes 1.35 times as long.
-    Shuffled blocks against contiguous, float32, pages of 4 KiB: 1.8 (block 1), 1.14 (4), 1.13 (8), 1.02 to
-    1.17 (16), 1.03 (64), 1.01 (256); blocks in order: within 2 %. On huge pages (``kernels.memory``): 1.7 (1),
-    1.10 (4), 1.05 (8), 1.01 to 1.02 (16). Fetching whole rows into the second level of cache a tile or two
-    ahead, touching more or fewer of them, or splitting pairs of bfloat16 by shift and mask was no faster.
+    Shuffled blocks against contiguous, float32: 1.77 (block 1), 1.33 (4), 1.06 (16), 1.01 (256); blocks in order:
+    within 2 %. That is the memory's doing, not the addresses': reading the same tokens in the two orders and nothing
+    else (``kernels.cpu_read``) differs by 1.11 at block 16, and no prefetch made a plain read of shuffled runs of
+    12 KiB less than 1.02 to 1.06 times as long as one in order. Pages of 4 KiB make it worse (``kernels.memory``).
+    Fetching whole rows into the second level of cache a tile or two ahead, touching more or fewer of them, or
+    splitting pairs of bfloat16 by shift and mask was no faster.
 
 Prefill
     The same kernel, up to 16 queries per visit of a tile, so K and V come from the nearer caches: limited

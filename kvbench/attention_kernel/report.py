@@ -107,8 +107,10 @@ def _draw_ratios(axes: Axes, table: pd.DataFrame) -> None:
     for colour, size in zip(_RATIO_COLOURS, chosen, strict=False):
         rows = table[table["block_size"] == size].sort_values("context")
         axes.plot(rows["context"], rows["ratio"], marker=".", color=colour, label=f"block {size}")
-        axes.plot(rows["context"], rows["read_ratio"], ":", color=colour, label=f"block {size}, only read")
+        axes.plot(rows["context"], rows["read_ratio"], ":", color=colour)
         axes.fill_between(rows["context"], rows["ratio_low"], rows["ratio_high"], color=colour, alpha=0.25, lw=0)
+    if table["read_ratio"].notna().any():
+        axes.plot([], [], ":", color="black", label="the same tokens, only read")
     axes.axhline(1, color="black", lw=0.6)
 
 
