@@ -5,14 +5,14 @@ Decode
     Operations: ``4 * tokens * num_query_heads * head_dim``, that is ``group / 2`` per byte of float32.
     Limit: the rate at which a core streams memory, while groups are small.
     Measured on one 2.5 GHz AVX-512 core of a shared machine, medians, cold KV, batch 32, context 2048,
-    9/3 heads x 64, block 16, one thread. float32: 11.0 ms contiguous, 12.9 ms in shuffled blocks, where a
-    plain sum of the bytes takes 9.4 ms. bfloat16: 6.2 and 7.4 ms, sum 4.7 ms. A prototype with the KV in
-    the first level of cache took 3.6 and 4.2 ms. torch's SDPA on contiguous KV takes about 1.5 (float32)
-    and 2 to 3 times as long (bfloat16). Without prefetches float32 takes 1.35 times as long.
+    9/3 heads x 64, block 16, one thread. float32: 12.3 ms contiguous, 13.1 ms in shuffled blocks, where a
+    plain sum of the bytes takes 10.2 ms. bfloat16: 8.5 and 9.0 ms, sum 5.7 ms. A prototype with the KV in
+    the first level of cache took 3.6 and 4.2 ms. torch's SDPA on contiguous KV takes 1.7 (float32) and 2.9
+    times as long (bfloat16). Without prefetches float32 takes 1.35 times as long.
     Shuffled blocks against contiguous, float32: 1.77 (block 1), 1.33 (4), 1.06 (16), 1.01 (256); blocks in order:
     within 2 %. That is the memory's doing, not the addresses': reading the same tokens in the two orders and nothing
-    else (``kernels.cpu_read``) differs by 1.11 at block 16, and no prefetch made a plain read of shuffled runs of
-    12 KiB less than 1.02 to 1.06 times as long as one in order. Pages of 4 KiB make it worse (``kernels.memory``).
+    else (``kernels.cpu_read``) differs by 1.11 at block 16, and with no prefetch did a plain read of shuffled runs of
+    12 KiB come within 6 % of the fastest one in order. Pages of 4 KiB make it worse (``kernels.memory``).
     Fetching whole rows into the second level of cache a tile or two ahead, touching more or fewer of them, or
     splitting pairs of bfloat16 by shift and mask was no faster.
 
