@@ -1,6 +1,6 @@
 """The task ``calibrate``: time this machine for less than a minute and write its device profile."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from kvbench import config, device_file, job, microbenchmark, models, profile_fit, results
 from kvbench.config import Config, DeviceConfig
+from kvbench.device_profile import DeviceProfile
 from kvbench.errors import ConfigError
 from kvbench.executors.torch_executor import TorchExecutor
 from kvbench.geometry import shape_of
@@ -46,28 +47,14 @@ def profile_file(cfg: Config) -> Path:
 def run(cfg: DictConfig, path: Path) -> None:
     """Write the profile, and the observations it rests on to ``path``."""
     typed = config.typed(cfg)
-    built = job.build(typed)
-    executor = built.engine.executor
-    assert isinstance(executor, TorchExecutor)
-    shape = shape_of(models.configuration(typed.model), typed.model.kv_heads)
-    itemsize = executor.storage.kv.element_size()
-    environment = results.environment(executor.device)
-    observations = _observe(typed, built, executor)
-    profile = profile_fit.fit(
-        observations,
-        shape,
-        itemsize,
-        memory_bytes=_memory_bytes(executor.device),
-        host_memory_bytes=psutil.virtual_memory().total,
-    )
-    observations["predicted_s"] = profile_fit.predict(observations, shape, itemsize, profile)
-    warm_up(built)
-    end_s = built.engine.run(built.groups)
-    steps = built.recorder.steps(end_s)
-    profile = profile_fit.add_outside(profile, _outside(steps))
+    with tqdm(unit=" steps", disable=not typed.measure.progress, desc="calibrating", dynamic_ncols=True) as bar:
+        calibration = Calibration(typed, bar.update)
+        environment = results.environment(choose_device(typed.device.name))
+        calibration.rounds.run_for(typed.calibration.budget_s)
+    profile, observations = calibration.profile()
     file = profile_file(typed)
     device = DeviceConfig(file.stem, typed.device.num_threads, profile)
-    findings = [*_errors(observations), _run_error(typed, device, built, end_s)]
+    findings = [*_errors(observations), calibration.run_error(device)]
     device_file.write(file, device, [*_origin(typed, environment), *findings])
     path.mkdir(parents=True, exist_ok=True)
     observations.to_csv(path / "observations.csv", index=False)
@@ -78,13 +65,50 @@ def summarize(jobs: Jobs, directory: Path) -> None:
     """Each job has said what it wrote."""
 
 
-def _observe(cfg: Config, built: Job, executor: TorchExecutor) -> pd.DataFrame:
-    todo = microbenchmark.actions(executor, built.engine.allocator, cfg.scheduler.max_batched_tokens)
-    missing = [kinds[0] for kinds in (STEPS[:1], STEPS[1:], COPIES, MOVES) if not any(c.kind in kinds for c in todo)]
-    if missing:
-        raise ConfigError(f"pool.size, pool.host_size: too small to time a {missing[0]}; use 64MiB or more each")
-    with tqdm(unit=" steps", disable=not cfg.measure.progress, desc="calibrating", dynamic_ncols=True) as bar:
-        return microbenchmark.measure(executor, todo, cfg.calibration.budget_s, bar.update)
+class Calibration:
+    """A machine that is timed on the job that ``cfg`` describes. tick: called after every timed step.
+
+    rounds: of the microbenchmark; run some, then ask for the profile.
+    """
+
+    def __init__(self, cfg: Config, tick: Callable[[], object] = lambda: None) -> None:
+        self._cfg = cfg
+        self._built = job.build(cfg)
+        executor = self._built.engine.executor
+        assert isinstance(executor, TorchExecutor)
+        self._device = executor.device
+        self._shape = shape_of(models.configuration(cfg.model), cfg.model.kv_heads)
+        self._itemsize = executor.storage.kv.element_size()
+        todo = microbenchmark.actions(executor, self._built.engine.allocator, cfg.scheduler.max_batched_tokens)
+        missing = [
+            kinds[0] for kinds in (STEPS[:1], STEPS[1:], COPIES, MOVES) if not any(c.kind in kinds for c in todo)
+        ]
+        if missing:
+            raise ConfigError(f"pool.size, pool.host_size: too small to time a {missing[0]}; use 64MiB or more each")
+        self.rounds = microbenchmark.Rounds(executor, todo, tick)
+
+    def profile(self) -> tuple[DeviceProfile, pd.DataFrame]:
+        """The profile fitted to the rounds and, for what happens outside the executor, to a run of the job; call once.
+
+        With it the observations: a row per case, and its time by the profile.
+        """
+        observations = self.rounds.table()
+        memory_bytes, host_memory_bytes = _memory_bytes(self._device), psutil.virtual_memory().total
+        profile = profile_fit.fit(
+            observations, self._shape, self._itemsize, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes
+        )
+        observations["predicted_s"] = profile_fit.predict(observations, self._shape, self._itemsize, profile)
+        warm_up(self._built)
+        self._end_s = self._built.engine.run(self._built.groups)
+        return profile_fit.add_outside(profile, _outside(self._built.recorder.steps(self._end_s))), observations
+
+    def run_error(self, device: DeviceConfig) -> str:
+        """How far the profile is off for the run that it was completed with."""
+        again = job.build(simulated(self._cfg, device), drawn=same_requests(self._built))
+        predicted_s = again.engine.run(again.groups)
+        off = 100 * (predicted_s / self._end_s - 1)
+        count = len(self._built.groups)
+        return f"a run of {count} requests: {self._end_s:.2f} s, predicted {predicted_s:.2f} s ({off:+.1f} %)"
 
 
 def simulated(cfg: Config, device: DeviceConfig) -> Config:
@@ -119,13 +143,6 @@ def _errors(observations: pd.DataFrame) -> Iterator[str]:
             f"{kind}: {len(part)} cases, error median {off.median():.1f} %, largest {off.max():.1f} %; "
             f"quartile range of a case's own times {100 * part['spread'].median():.1f} %"
         )
-
-
-def _run_error(cfg: Config, device: DeviceConfig, built: Job, measured_s: float) -> str:
-    again = job.build(simulated(cfg, device), drawn=same_requests(built))
-    predicted_s = again.engine.run(again.groups)
-    off = 100 * (predicted_s / measured_s - 1)
-    return f"a run of {len(built.groups)} requests: {measured_s:.2f} s, predicted {predicted_s:.2f} s ({off:+.1f} %)"
 
 
 def _origin(cfg: Config, environment: dict[str, Any]) -> Iterator[str]:

@@ -92,22 +92,31 @@ def warm_up(executor: TorchExecutor, allocator: Allocator, max_batched_tokens: i
             return
 
 
-def measure(executor: TorchExecutor, todo: dict[Case, Action], budget_s: float, tick: Action) -> pd.DataFrame:
-    """One row per case: its features, ``seconds`` (median), ``spread`` (quartile range over median), ``rounds``.
+class Rounds:
+    """Times of the cases so far. tick: called after every case."""
 
-    budget_s: no round is begun that would end later; ``MIN_ROUNDS`` are run in any case.
-    tick: called after every case.
-    """
-    executor.storage.kv.fill_(0.1)  # what was never written is NaN
-    samples: dict[Case, list[float]] = {case: [] for case in todo}
-    start = time.perf_counter()
-    elapsed, rounds = 0.0, -1  # the first round warms up
-    while rounds < MIN_ROUNDS or elapsed * (rounds + 2) / (rounds + 1) < budget_s:
-        for case, action in todo.items():
-            samples[case].append(_seconds(executor.device, action))
-            tick()
-        rounds, elapsed = rounds + 1, time.perf_counter() - start
-    return pd.DataFrame([_row(case, np.array(seconds[1:])) for case, seconds in samples.items()])
+    def __init__(self, executor: TorchExecutor, todo: dict[Case, Action], tick: Action) -> None:
+        self._device, self._todo, self._tick = executor.device, todo, tick
+        self._samples: dict[Case, list[float]] = {case: [] for case in todo}
+        executor.storage.kv.fill_(0.1)  # what was never written is NaN
+
+    def run(self) -> None:
+        """Time every case once. The first round warms up and does not count."""
+        for case, action in self._todo.items():
+            self._samples[case].append(_seconds(self._device, action))
+            self._tick()
+
+    def run_for(self, budget_s: float) -> None:
+        """Rounds until another would end later; ``MIN_ROUNDS`` in any case."""
+        start = time.perf_counter()
+        elapsed, rounds = 0.0, -1
+        while rounds < MIN_ROUNDS or elapsed * (rounds + 2) / (rounds + 1) < budget_s:
+            self.run()
+            rounds, elapsed = rounds + 1, time.perf_counter() - start
+
+    def table(self) -> pd.DataFrame:
+        """One row per case: its features, ``seconds`` (median), ``spread`` (quartile range over median), ``rounds``."""
+        return pd.DataFrame([_row(case, np.array(seconds[1:])) for case, seconds in self._samples.items()])
 
 
 def _seconds(device: torch.device, action: Action) -> float:

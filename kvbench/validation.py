@@ -1,17 +1,17 @@
 """The task ``validate``: the same requests on a real executor and in virtual time, step by step beside each other.
 
 All requests arrive at once, so that no clock decides anything: every step of the two runs must be equal, and only
-their times may differ.
+their times may differ. The machine is calibrated in turns with its real runs, a round of the microbenchmark before
+each of them: a shared host is now and then half as fast for minutes, which would otherwise count as the model's error.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import hydra
 import numpy as np
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +19,7 @@ from rich import box
 from rich.table import Table
 
 from kvbench import calibrate, config, device_file, job, metrics
+from kvbench.calibrate import Calibration
 from kvbench.config import Config, DeviceConfig
 from kvbench.console import console
 from kvbench.errors import ConfigError
@@ -44,6 +45,11 @@ def validate(cfg: Config) -> None:
         raise ConfigError("resume: task=validate measures anew each time; set it to false")
     if cfg.calibration.repeats < 1:
         raise ConfigError(f"calibration.repeats: {cfg.calibration.repeats} is not an integer >= 1")
+    if cfg.calibration.file is not None:
+        try:
+            device_file.read(Path(cfg.calibration.file))
+        except ConfigError as error:
+            raise ConfigError(f"calibration.file: {error}") from None
     job.validate(cfg)
 
 
@@ -52,11 +58,16 @@ def run(cfg: DictConfig, path: Path) -> None:
     ``path``/validation.json.
     """
     typed = config.typed(cfg)
-    device = _profile(typed)
-    again = [
-        measure(typed, prepare=calibrate.warm_up, label="torch").steps for _ in range(typed.calibration.repeats - 1)
-    ]
+    file, again = typed.calibration.file, []
+    calibration = None if file else _calibration(typed)
+    for _ in range(typed.calibration.repeats - 1):
+        if calibration:
+            calibration.rounds.run()
+        again.append(measure(typed, prepare=calibrate.warm_up, label="torch").steps)
+    if calibration:
+        calibration.rounds.run()
     real = _recorded(cfg, path / "torch", None)
+    device = _measured(calibration, typed, path) if calibration else device_file.read(Path(str(file)))
     virtual = _recorded(_simulated(cfg, device), path / "roofline", real)
     compared = compare(real, virtual, again)
     (path / FILE).write_text(json.dumps({"run": typed.allocator.name} | compared, indent=2) + "\n")
@@ -151,21 +162,25 @@ def _simulated(cfg: DictConfig, device: DeviceConfig) -> DictConfig:
     return both  # type: ignore[return-value]
 
 
-def _profile(cfg: Config) -> DeviceConfig:
-    """This machine's profile; calibrates in a process of its own where there is none yet."""
-    file = calibrate.profile_file(cfg)
-    if not file.exists():
-        command = [sys.executable, "-m", "kvbench", "+experiment=calibrate", *_same_machine(cfg, file)]
-        if subprocess.run(command, check=False).returncode != 0:
-            raise ConfigError(f"calibration.file: {file} does not exist, and to calibrate failed")
-    return device_file.read(file)
+def _calibration(cfg: Config) -> Calibration:
+    """The job of the experiment ``calibrate`` on the same machine, model and executor; its first round is run."""
+    composed = hydra.compose("config", ["+experiment=calibrate", *_same_machine(cfg)])
+    calibration = Calibration(config.typed(composed))
+    calibration.rounds.run()
+    return calibration
 
 
-def _same_machine(cfg: Config, file: Path) -> list[str]:
+def _measured(calibration: Calibration, cfg: Config, path: Path) -> DeviceConfig:
+    """The profile that came of the rounds, and what it rests on in ``path``."""
+    profile, observations = calibration.profile()
+    path.mkdir(parents=True, exist_ok=True)
+    observations.to_csv(path / "observations.csv", index=False)
+    return DeviceConfig(calibrate.profile_file(cfg).stem, cfg.device.num_threads, profile)
+
+
+def _same_machine(cfg: Config) -> list[str]:
     """Settings of the model and how it is executed, for the command line."""
     settings = {f"model.{field.name}": getattr(cfg.model, field.name) for field in fields(cfg.model)}
     settings |= {f"executor.{field.name}": getattr(cfg.executor, field.name) for field in fields(cfg.executor)}
     settings |= {"device.name": cfg.device.name, "device.num_threads": cfg.device.num_threads, "dtype": cfg.dtype}
-    settings |= {"results_dir": cfg.results_dir, "calibration.file": str(file)}
-    settings |= {"measure.progress": cfg.measure.progress, "calibration.budget_s": cfg.calibration.budget_s}
     return [f"{key}={device_file.literal(value)}" for key, value in settings.items()]

@@ -118,12 +118,24 @@ def test_a_machine_is_calibrated_and_the_profile_runs(run: Cli, tmp_path: Path) 
     assert record.config()["device"] == yaml.safe_load(file.read_text())
 
 
+def test_a_validation_calibrates_the_machine_in_turns_with_its_runs(run: Cli) -> None:
+    small = ("model=tiny", "device=cpu", "measure.progress=false", "allocator=paged", "workload.num_requests=3")
+    code, out, err = run("+experiment=validate_roofline", *small, "workload.output_tokens=3", "calibration.repeats=2")
+    assert code == 0, out + err
+    (observations,) = run.results_dir.rglob("observations.csv")
+    assert (pd.read_csv(observations)["rounds"] == 2).all()
+    virtual = run.runs()[0].config()
+    assert virtual["device"]["name"] == "cpu_tiny_float32"
+    assert virtual["device"]["profile"]["step_s"] > 0
+
+
 BAD = {
     "arrivals": (["workload.arrival.process=poisson", "workload.arrival.rate=1"], "workload.arrival.process"),
     "eos": (["workload.ignore_eos=false"], "workload.ignore_eos"),
     "virtual": (["executor=roofline", "device=a100_40gb"], "executor"),
     "resumed": (["resume=true"], "resume"),
     "nowhere": (["device=nowhere/mine.yaml"], "nowhere/mine.yaml"),
+    "no profile": (["calibration.file=nowhere/mine.yaml"], "calibration.file"),
 }
 
 
