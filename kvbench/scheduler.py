@@ -20,6 +20,7 @@ from kvbench.content import block_keys
 from kvbench.decision import Decision
 from kvbench.group import Group, Status
 from kvbench.prefixes import ResidentPrefixes, resident
+from kvbench.refusal import Refusal
 from kvbench.request import Request
 from kvbench.rounds import Rounds
 from kvbench.sequences import SequenceTable
@@ -44,7 +45,7 @@ class Scheduler:
         is_limited = config.batching is Batching.continuous
         self._max_batched_tokens = config.max_batched_tokens if is_limited else sys.maxsize
         self._granted = Decision()  # copies of forks made since the last step
-        self._refused_slots: int | None = None  # what the queue's head asked for in vain; None: it may ask
+        self._refusal = Refusal(allocator)
         self._running_rows: IntArray | None = None  # of the running groups, while nothing changes them
         self._decode_steps = 0
 
@@ -76,8 +77,8 @@ class Scheduler:
         decision, self._granted = self._granted, Decision()
         if not (self._mixes and self.running):
             self._bring_in(decision)
-        elif self._stands_refused:
-            self._still_refused(decision)
+        elif self._is_queued:
+            self._refusal.repeat(decision)
         return decision
 
     def complete(self, decision: Decision) -> None:
@@ -95,7 +96,7 @@ class Scheduler:
         """The KV of the groups' prompts is written; whoever was refused may find it."""
         if self._caches:
             self.allocator.commit(np.concatenate([group.rows for group in groups]))
-            self._refused_slots = None
+            self._refusal.lift()
 
     def fork(self, groups: list[Group], parents: IntArray, children: IntArray) -> None:
         """``children`` continue ``parents``, rows of the groups; a group that the pool has no room for starts over."""
@@ -120,7 +121,7 @@ class Scheduler:
     def release(self, rows: IntArray) -> None:
         """Free the rows in the pool; whoever was refused may ask again."""
         self.allocator.free(rows)
-        self._refused_slots = None
+        self._refusal.lift()
         self.rows_changed()
 
     def retire(self, group: Group) -> None:
@@ -161,10 +162,7 @@ class Scheduler:
 
         None: nobody stood refused.
         """
-        if not self._stands_refused:
-            return None
-        taken = np.append(0, growth.taken[:-1])  # as each step began; the watermark's slots go last
-        return self._refused_slots <= np.maximum(growth.before.free - growth.before.withheld - taken, 0)
+        return self._refusal.stranded(growth) if self._refusal.stands and self._is_queued else None
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -178,14 +176,9 @@ class Scheduler:
         return self.config.batching is Batching.static and bool(self.running)
 
     @property
-    def _stands_refused(self) -> bool:
-        """Whether the queue's head asked in vain, and nothing was freed since."""
-        return self._refused_slots is not None and self._is_queued
-
-    @property
     def _may_ask(self) -> bool:
         """Whether the queue's head could come in, for all that is known."""
-        if self._refused_slots is not None or not self._is_queued:
+        if self._refusal.stands or not self._is_queued:
             return False
         return bool(self.preempted) or self.table.num_free >= self.waiting[0].request.num_sequences
 
@@ -196,12 +189,12 @@ class Scheduler:
 
     def _resume(self, decision: Decision) -> None:
         """Bring preempted groups back, oldest first, until one does not fit."""
-        while self.preempted and not self._still_refused(decision):
+        while self.preempted and not self._refusal.repeat(decision):
             group = self.preempted[0]
             if group.status is Status.SWAPPED:
                 grant = self.allocator.swap_in(group.rows)
                 if grant is None:
-                    return self._refuse(decision, int(self.table.computed[group.rows].sum()))
+                    return self._refusal.note(decision, int(self.table.computed[group.rows].sum()))
                 decision.take(grant, "swap_in")
                 group.num_swapped_slots += grant.num_copied_slots
             elif not self._start(group, decision):
@@ -213,7 +206,7 @@ class Scheduler:
     def _admit(self, decision: Decision) -> None:
         if self._batch_is_closed:
             return
-        while self.waiting and not self._still_refused(decision):
+        while self.waiting and not self._refusal.repeat(decision):
             group = self.waiting[0]
             if self.table.num_free < group.request.num_sequences:
                 return
@@ -247,7 +240,7 @@ class Scheduler:
             # Beside the new tokens: those of a resident prefix in a partly filled block, and any found elsewhere,
             # whose blocks may count as free.
             asked = num_tokens - num_resident + num_resident % (self.allocator.block_size or 1)
-            self._refuse(decision, len(rows) * group.max_tokens if self._reserves else asked)
+            self._refusal.note(decision, len(rows) * group.max_tokens if self._reserves else asked)
             return False
         # A prefix was computed before; the copy of its last block is written to in this step.
         decision.take(grant, "cow" if num_resident else "prompt", late=not num_resident)
@@ -260,19 +253,6 @@ class Scheduler:
             again = group.num_lost_tokens - len(rows) * num_cached
             group.num_recomputed_tokens += again
             decision.num_recomputed_tokens += again
-        return True
-
-    def _refuse(self, decision: Decision, num_slots: int) -> None:
-        usage = self.allocator.usage()
-        self._refused_slots = num_slots
-        decision.refused = True
-        decision.stranded = num_slots <= usage.free - usage.withheld
-
-    def _still_refused(self, decision: Decision) -> bool:
-        """Whether nothing was freed since the queue's head was refused: asking again is in vain."""
-        if self._refused_slots is None:
-            return False
-        self._refuse(decision, self._refused_slots)
         return True
 
     def _run(self, group: Group, decision: Decision) -> None:
@@ -313,7 +293,7 @@ class Scheduler:
             self.release(group.rows)
             self._drop_kv(group, decision)
             return
-        self._refused_slots = None
+        self._refusal.lift()
         decision.take(grant, "swap_out")
         group.num_swapped_slots += grant.num_copied_slots
         self._stop(group, Status.SWAPPED, decision)
