@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from kvbench.errors import ConfigError
 
 _EMBEDDINGS = ("embed", "wte", "wpe")  # parameters that are looked up, not multiplied
+_shapes: dict[tuple[str, int | None], "ModelShape"] = {}  # by configuration: a sweep has few models and many jobs
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ def shape_of(config: PretrainedConfig, kv_heads: int | None = None) -> ModelShap
 
     kv_heads: KV heads after repeating the model's own (None: as configured). Weights are counted as configured.
     """
+    key = config.to_json_string(), kv_heads
+    if key not in _shapes:
+        _shapes[key] = _count(config, kv_heads)
+    return _shapes[key]
+
+
+def _count(config: PretrainedConfig, kv_heads: int | None) -> ModelShape:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()

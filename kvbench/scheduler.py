@@ -2,8 +2,9 @@
 
 First come, first served. A step is either a prefill of newly admitted groups or a decode of all
 running ones; with ``prefill=mixed`` it is both at once, as in Orca (Yu et al., OSDI 2022), and the
-running ones' growth goes first. When the pool is exhausted the latest arrival is preempted, by swap or
-by recompute, and nobody new is admitted while a preempted group waits.
+running ones' growth goes first; who is swapped in beside them goes on with the next step. When the pool
+is exhausted the latest arrival is preempted, by swap or by recompute, and nobody new is admitted while a
+preempted group waits.
 """
 
 import sys

@@ -35,12 +35,12 @@ class Watched(Scheduler):
     """Checks of every step that it mixes as it should."""
 
     def admit(self) -> Decision:
-        self._running_before = list(self.running)
+        self._before = [(group, group.num_preemptions) for group in self.running]
         return super().admit()
 
     def complete(self, decision: Decision) -> None:
         super().complete(decision)
-        went_on = [group for group in self._running_before if group.status is Status.RUNNING]
+        went_on = [group for group, preemptions in self._before if group.num_preemptions == preemptions]
         if self.config.prefill is Prefill.mixed:
             assert all(group in decision.groups for group in went_on), "nobody waits for the prefills of others"
         else:
