@@ -20,8 +20,8 @@ def write(path: Path, device: DeviceConfig, header: Iterable[str]) -> None:
     path.write_text(comments + yaml.safe_dump(asdict(device), sort_keys=False, default_flow_style=None))
 
 
-def read(path: Path) -> DeviceConfig:
-    """Raises ConfigError on a file that is none of a device."""
+def read(path: Path, setting: str = "device") -> DeviceConfig:
+    """Raises ConfigError, naming the ``setting`` that gave ``path``, on a file that is none of a device."""
     try:
         content = yaml.safe_load(path.read_text())
         profile = DeviceProfile(**content.pop("profile"))
@@ -29,10 +29,12 @@ def read(path: Path) -> DeviceConfig:
         device = DeviceConfig(**content, profile=profile)
         profile.check()
     except ConfigError as error:
-        raise ConfigError(f"device: {path}: {error}") from None
+        raise ConfigError(f"{setting}: {path}: {error}") from None
     except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"device: {path} is not a file with name, num_threads and profile ({error}); see conf/device/a100_40gb.yaml"
+            f"{setting}: {path} is not a file with name, num_threads and profile ({reason}); see "
+            "conf/device/a100_40gb.yaml"
         ) from None
     return device
 

@@ -19,8 +19,9 @@ def comparison(runs: list[Run], names: list[str], stem: Path) -> Path:
     where the runs kept their samples. Returns the PNG's path.
     """
     timed = all(run.has_samples for run in runs)
-    figure = Figure(figsize=(11, 1.6 + 0.55 * len(runs) + 3.2 * timed), layout="constrained")
-    heights = [1.2 + 0.45 * len(runs), *([3.2] if timed else [])]
+    below = [3.2 + 0.15 * len(runs) / _legend_columns(names)] if timed else []
+    figure = Figure(figsize=(11, 1.6 + 0.55 * len(runs) + sum(below)), layout="constrained")
+    heights = [1.2 + 0.45 * len(runs), *below]
     top, *rest = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     waste, batch, speed = top.subplots(1, 3, width_ratios=[2.2, 1, 1], sharey=True)
     y = np.arange(len(runs))
@@ -78,5 +79,10 @@ def _over_time(axes: Axes, runs: list[Run], names: list[str]) -> None:
             lw=1.2,
         )
     axes.set(xlabel="time since start, s", ylabel="slots holding tokens\n% of pool", ylim=(0, 100))
-    axes.legend(fontsize=8, ncols=min(6, len(runs)), frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+    axes.legend(fontsize=8, ncols=_legend_columns(names), frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend_columns(names: list[str]) -> int:
+    """As many as the picture's width holds of the longest name."""
+    return max(1, min(6, len(names), 140 // (max(map(len, names)) + 6)))

@@ -18,14 +18,16 @@ from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.table import Table
 
-from kvbench import calibrate, config, device_file, job, metrics
+from kvbench import calibrate, config, device_file, job, metrics, results
 from kvbench.calibrate import Calibration
 from kvbench.config import Config, DeviceConfig
 from kvbench.console import console
 from kvbench.errors import ConfigError
 from kvbench.metrics import Metrics
+from kvbench.microbenchmark import MIN_ROUNDS
 from kvbench.plan import Seconds
 from kvbench.recorder import SECONDS
+from kvbench.report import labels
 from kvbench.run import Jobs, Measured, measure, record, recording
 
 TIMES = ("start_s", "duration_s", *SECONDS)
@@ -46,10 +48,7 @@ def validate(cfg: Config) -> None:
     if cfg.calibration.repeats < 1:
         raise ConfigError(f"calibration.repeats: {cfg.calibration.repeats} is not an integer >= 1")
     if cfg.calibration.file is not None:
-        try:
-            device_file.read(Path(cfg.calibration.file))
-        except ConfigError as error:
-            raise ConfigError(f"calibration.file: {error}") from None
+        device_file.read(Path(cfg.calibration.file), "calibration.file")
     job.validate(cfg)
 
 
@@ -74,10 +73,11 @@ def run(cfg: DictConfig, path: Path) -> None:
 
 
 def summarize(jobs: Jobs, directory: Path) -> None:
-    found = [json.loads((path / FILE).read_text()) for path, _ in jobs if (path / FILE).exists()]
-    if not found:
+    paths = [path for path, _ in jobs if (path / FILE).exists()]
+    if not paths:
         return
-    frame = pd.DataFrame(found)
+    runs = [run for path in paths for run in results.find(path / "torch")]
+    frame = pd.DataFrame([json.loads((path / FILE).read_text()) for path in paths]).assign(run=labels(runs))
     frame.to_csv(directory / "validation.csv", index=False)
     output = console(230)
     output.print(_table(frame))
@@ -163,10 +163,14 @@ def _simulated(cfg: DictConfig, device: DeviceConfig) -> DictConfig:
 
 
 def _calibration(cfg: Config) -> Calibration:
-    """The job of the experiment ``calibrate`` on the same machine, model and executor; its first round is run."""
+    """The job of the experiment ``calibrate`` on the same machine, model and executor.
+
+    The rounds that are run at once are the first, which does not count, and those that the repeats are too few for.
+    """
     composed = hydra.compose("config", ["+experiment=calibrate", *_same_machine(cfg)])
     calibration = Calibration(config.typed(composed))
-    calibration.rounds.run()
+    for _ in range(1 + max(0, MIN_ROUNDS - cfg.calibration.repeats)):
+        calibration.rounds.run()
     return calibration
 
 

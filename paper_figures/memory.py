@@ -17,7 +17,7 @@ from paper_figures.drawing import Drawing
 from paper_figures.fidelity import compare
 from paper_figures.latency import LEVEL
 from paper_figures.statistics import over_seeds
-from paper_figures.tables import read
+from paper_figures.tables import TableError, read
 
 LABELS = {"allocator": columns.ALLOCATOR, "workload": columns.WORKLOAD}
 KEYS = {"rate": columns.RATE, "seed": columns.SEED}
@@ -139,7 +139,7 @@ def fig15(results: Path) -> Drawing:
 
 
 def _band(path: Path) -> pd.DataFrame:
-    """Savings, in %, when one recorded beam search is replayed by all: low and high, by the number of beams."""
+    """Savings, in %, when one recorded beam search is replayed by all: low, high and count, by the number of beams."""
     table = read(
         path,
         labels=LABELS,
@@ -147,8 +147,11 @@ def _band(path: Path) -> pd.DataFrame:
         values={"value": columns.SAVING},
         keep={"allocator": ["paged"], "workload": [ALPACA], "x": list(WIDTHS)},
     )
-    quantiles = 100 * table.groupby("x")["value"].quantile(list(BAND)).unstack()
-    return quantiles.set_axis(["low", "high"], axis=1).reindex(WIDTHS)
+    by_width = table.groupby("x")["value"]
+    if missing := sorted({*WIDTHS} - {*by_width.groups}):
+        raise TableError(f"{path}: no row whose 'config.workload.beam_width' is {missing[0]}")
+    quantiles = 100 * by_width.quantile(list(BAND)).unstack()
+    return quantiles.set_axis(["low", "high"], axis=1).assign(count=by_width.size())
 
 
 def _note(panel: str, width: int, band: pd.DataFrame) -> str:
@@ -156,8 +159,8 @@ def _note(panel: str, width: int, band: pd.DataFrame) -> str:
     if not panel.startswith("Alpaca"):
         return unknown
     if "beam" in panel:
-        low, high = band.loc[width]
-        return f"{unknown}; beams of SmolLM2, its recorded searches one by one: {low:.1f} to {high:.1f}"
+        low, high, count = band.loc[width]
+        return f"{unknown}; beams of SmolLM2, {count:.0f} of its recorded searches one by one: {low:.1f} to {high:.1f}"
     least, most = PAIRINGS[width]
     return f"{unknown}: its histograms allow {least} to {most}"
 

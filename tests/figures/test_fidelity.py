@@ -1,6 +1,7 @@
 """Rows of the comparison, computed by hand."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from paper_figures import fidelity
 from paper_figures.latency import fig12, fig16, rates
 from paper_figures.lines import fig18a, fig19a
 from paper_figures.memory import PAIRINGS, fig2, fig13, fig15
+from paper_figures.tables import TableError
 from tests.figures import synthetic
 
 T2 = 4.30265  # Student's t for three seeds
@@ -118,7 +120,7 @@ def test_savings_are_averaged_over_rates_before_seeds(results: Path) -> None:
     got = row(table, "Alpaca beam search", "vLLM", 4)
     assert (got["ours"], got["n_seeds"], got["unit"]) == (pytest.approx(30), 3, "% of blocks")
     assert not table["panel"].str.contains("ShareGPT").any()
-    assert "one by one: 4.0 to 36.0" in got["note"]
+    assert "11 of its recorded searches one by one: 4.0 to 36.0" in got["note"]
     assert "allow 2.7 to 19.3" in row(table, "Alpaca parallel sampling", "vLLM", 4)["note"]
 
 
@@ -138,6 +140,14 @@ def test_what_pairings_allow_follows_from_the_histograms(num_sequences: int) -> 
         return 100 * shared * (num_sequences - 1) / num_sequences
 
     assert (saving(inputs[::-1]), saving(inputs)) == pytest.approx(PAIRINGS[num_sequences], abs=0.1)
+
+
+def test_a_band_needs_recordings_of_every_width(results: Path, tmp_path: Path) -> None:
+    shutil.copytree(results, tmp_path, dirs_exist_ok=True)
+    narrow = [row for row in synthetic.beam_recordings() if row["config.workload.beam_width"] < 6]
+    synthetic.write(tmp_path, "roofline/paper_beam_recordings", narrow)
+    with pytest.raises(TableError, match=r"paper_beam_recordings.parquet: no row .* is 6"):
+        fig15(tmp_path)
 
 
 def test_ranges_of_the_text_appear_once_sharegpt_is_measured(tmp_path: Path) -> None:
