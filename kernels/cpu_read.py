@@ -39,7 +39,7 @@ def read_kv(key_cache: Tensor, value_cache: Tensor, where: BlockTables | BaseSlo
     arguments["key"], arguments["value"], arguments["tables"] = (
         tensor.data_ptr() for tensor in (key_cache, value_cache, table)
     )
-    arguments["slot_words"] = key_cache[0].nbytes // 4
+    arguments["slot_words"] = key_cache.shape[1] * key_cache.shape[2] * key_cache.element_size() // 4
     arguments["lengths"], arguments["sums"] = lengths.data_ptr(), sums.data_ptr()
     cpu_program.run_one(_reader().address, arguments.ctypes.data, len(lengths), torch.get_num_threads())
     return sums

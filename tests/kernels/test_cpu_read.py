@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels import BaseSlots, BlockTables
@@ -10,6 +10,7 @@ from kernels.cpu_read import read_kv
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@example(lengths=[0], block_size=1, seed=0)
 @given(
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
     block_size=st.sampled_from([0, 1, 3, 16, 40]),
