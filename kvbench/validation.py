@@ -6,7 +6,7 @@ each of them: a shared host is now and then half as fast for minutes, which woul
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from kvbench.calibrate import Calibration
 from kvbench.config import Config, DeviceConfig
 from kvbench.console import console
 from kvbench.errors import ConfigError
+from kvbench.job import Job
 from kvbench.metrics import Metrics
 from kvbench.microbenchmark import MIN_ROUNDS
 from kvbench.plan import Seconds
 from kvbench.recorder import SECONDS
 from kvbench.report import labels
 from kvbench.run import Jobs, Measured, measure, record, recording
+from kvbench.workload import Workload
 
 TIMES = ("start_s", "duration_s", *SECONDS)
 COUNTERS = ("status", "prompt_tokens", "output_tokens", "num_preemptions", "num_recomputed_tokens", "num_swapped_slots")
@@ -57,17 +59,17 @@ def run(cfg: DictConfig, path: Path) -> None:
     ``path``/validation.json.
     """
     typed = config.typed(cfg)
-    file, again = typed.calibration.file, []
-    calibration = None if file else _calibration(typed)
-    for _ in range(typed.calibration.repeats - 1):
+    calibration = _calibration(typed) if typed.calibration.file is None else None
+
+    def prepare(built: Job) -> None:
         if calibration:
             calibration.rounds.run()
-        again.append(measure(typed, prepare=calibrate.warm_up, label="torch").steps)
-    if calibration:
-        calibration.rounds.run()
-    real = _recorded(cfg, path / "torch", None)
-    device = _measured(calibration, typed, path) if calibration else device_file.read(Path(str(file)))
-    virtual = _recorded(_simulated(cfg, device), path / "roofline", real)
+        calibrate.warm_up(built)
+
+    again = [measure(typed, prepare=prepare, label="torch").steps for _ in range(typed.calibration.repeats - 1)]
+    real = _recorded(cfg, path / "torch", prepare=prepare)
+    device = _measured(calibration, typed, path) if calibration else device_file.read(calibrate.profile_file(typed))
+    virtual = _recorded(_simulated(cfg, device), path / "roofline", calibrate.same_requests(real.job))
     compared = compare(real, virtual, again)
     (path / FILE).write_text(json.dumps({"run": typed.allocator.name} | compared, indent=2) + "\n")
 
@@ -146,12 +148,13 @@ def _table(frame: pd.DataFrame) -> Table:
     return table
 
 
-def _recorded(cfg: DictConfig, path: Path, other: Measured | None) -> Measured:
-    """Run ``cfg``, with the requests of ``other``, and record it in ``path``."""
+def _recorded(
+    cfg: DictConfig, path: Path, drawn: Workload | None = None, prepare: Callable[[Job], None] = lambda built: None
+) -> Measured:
+    """Run ``cfg``, with ``drawn`` requests if there are any, and record it in ``path``."""
     typed = config.typed(cfg)
     with recording(cfg, path) as writer:
-        drawn = None if other is None else calibrate.same_requests(other.job)
-        measured = measure(typed, drawn, label=typed.executor.name, prepare=calibrate.warm_up)
+        measured = measure(typed, drawn, label=typed.executor.name, prepare=prepare)
         record(measured, typed, writer)
     return measured
 
