@@ -41,10 +41,22 @@ throughput_alpaca() {
 
 throughput() { collect paper_throughput paper_throughput paper_static_batching; }
 
-throughput_mixed() {
+# Why our rates differ from Figure 12's: with prompts beside decodes, and with each in a step of its own.
+throughput_variants() {
   run +experiment=paper_throughput_mixed
   run +experiment=paper_throughput_mixed allocator=buddy_max workload.arrival.rate=6,8,10,12,15
-  collect paper_throughput_mixed paper_throughput_mixed
+  one_by_one paper_13b 3,4,4.5,5 14,15,16,17,18 18,20,21,22,24 22,24,25,26,28
+  one_by_one paper_66b 1.4,1.7,1.9,2.2 8,9,10,11,12 11,12,13,14,15 13,14,15,16,18
+  one_by_one paper_175b 8,9,10,11,12 17,18,19,20,22 18,19,20,21,22 18,19,20,21,22
+  collect paper_throughput_variants paper_throughput_mixed paper_throughput_one_by_one
+}
+
+# Setup, and the rates of max, pow2, oracle and paged.
+one_by_one() {
+  local systems=(buddy_max buddy_pow2 buddy_oracle paged) i
+  for i in 0 1 2 3; do
+    run +experiment=paper_throughput_one_by_one setup="$1" allocator="${systems[i]}" workload.arrival.rate="${@:i+2:1}"
+  done
 }
 
 # One panel of Figure 14: experiment, setting, and the rates of max, pow2, oracle and paged.
@@ -99,6 +111,6 @@ chat() {
   collect paper_chat paper_chat
 }
 
-all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput throughput_mixed parallel_sampling beam_search beam_recordings
+all=(batch_throughput memory_waste throughput_sharegpt throughput_alpaca throughput throughput_variants parallel_sampling beam_search beam_recordings
   block_size swap_vs_recompute swap_microbenchmark shared_prefix chat)
 for group in "${@:-${all[@]}}"; do "$group"; done
