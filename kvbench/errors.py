@@ -1,4 +1,6 @@
-"""The one error that bad input raises."""
+"""The one error that bad input raises, and what is said of those of libraries."""
+
+_INTERNALS = ("\n    full_key:", "\nConfig search path:")  # from here on, libraries describe themselves
 
 
 class ConfigError(ValueError):
@@ -6,10 +8,13 @@ class ConfigError(ValueError):
 
 
 def explain(error: BaseException) -> str:
-    """The message of ``error`` and of what caused it, one line each."""
+    """The message of ``error`` and of what caused it, without what they say of their library."""
     messages = []
     cause: BaseException | None = error
     while cause is not None:
-        messages.append(str(cause).strip())
+        message = str(cause)
+        for internals in _INTERNALS:
+            message = message.partition(internals)[0]
+        messages.append(message.strip())
         cause = cause.__cause__
     return "\n".join(dict.fromkeys(messages))

@@ -1,6 +1,7 @@
 """The command line as its users meet it: sweeps, bad input, interruption and resumption."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -129,6 +130,7 @@ def test_bad_input_stops_the_command(run: Cli, case: str, no_cuda: None) -> None
     assert code == 2, err
     assert BAD_INPUT[case][1] in err
     assert "Traceback" not in err
+    assert not re.search("object_type|provider=", err), "libraries describe themselves"
     assert run.runs() == []
 
 
