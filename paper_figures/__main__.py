@@ -25,7 +25,7 @@ class PaperFigure:
 FIGURES = {
     "fig1": PaperFigure((columns.BATCH_THROUGHPUT,), lines.fig1),
     "fig2": PaperFigure((columns.MEMORY_WASTE,), memory.fig2),
-    "fig12": PaperFigure((columns.THROUGHPUT, columns.THROUGHPUT_MIXED), latency.fig12),
+    "fig12": PaperFigure((columns.THROUGHPUT, columns.THROUGHPUT_VARIANTS), latency.fig12),
     "fig13": PaperFigure((columns.MEMORY_WASTE,), memory.fig13),
     "fig14": PaperFigure((columns.PARALLEL_SAMPLING, columns.BEAM_SEARCH), latency.fig14),
     "fig15": PaperFigure((columns.PARALLEL_SAMPLING, columns.BEAM_SEARCH, columns.BEAM_RECORDINGS), memory.fig15),

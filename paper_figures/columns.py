@@ -4,7 +4,7 @@
 BATCH_THROUGHPUT = "roofline/paper_batch_throughput.parquet"
 MEMORY_WASTE = "roofline/paper_memory_waste.parquet"
 THROUGHPUT = "roofline/paper_throughput.parquet"
-THROUGHPUT_MIXED = "roofline/paper_throughput_mixed.parquet"
+THROUGHPUT_VARIANTS = "roofline/paper_throughput_variants.parquet"
 PARALLEL_SAMPLING = "roofline/paper_parallel_sampling.parquet"
 BEAM_SEARCH = "roofline/paper_beam_search.parquet"
 BEAM_RECORDINGS = "roofline/paper_beam_recordings.parquet"
@@ -19,6 +19,7 @@ ATTENTION_KERNEL = "cpu/attention_kernel.parquet"
 ALLOCATOR = "config.allocator.name"
 BATCHING = "config.scheduler.batching"
 BLOCK = "config.allocator.make.block_size"
+EXPERIMENT = "config.experiment"
 LATENCY = "metric.normalized_latency_s"
 MODEL = "config.model.name"
 PREEMPTION = "config.scheduler.preemption"
@@ -29,6 +30,8 @@ SAVING = "metric.sharing_saving_fraction"
 SEED = "config.seed"
 WORKLOAD = "config.workload.name"
 
+# Panels of Figure 12 measured with other options than all else: their experiments, and how the panels are named then
+VARIANTS = {"paper_throughput_mixed": ", prefill=mixed", "paper_throughput_one_by_one": ", a step for each prompt"}
 DATASETS = {"sharegpt_paper": "ShareGPT", "alpaca_paper": "Alpaca"}
 MODELS = {"opt_13b": "OPT-13B", "opt_66b": "OPT-66B", "opt_175b": "OPT-175B"}
 # `static` stands for FasterTransformer only where whole batches were served, too (BATCHING)

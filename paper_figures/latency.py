@@ -22,14 +22,13 @@ VALUE = {"value": columns.LATENCY}
 NOTES = {
     "Alpaca OPT-13B": (
         "published: 18 to 22 ms per request beside decode steps at Figure 1's line, nearly a read of the weights for "
-        "each prompt; ours: 3 to 5 prompts share one"
+        "each prompt; ours: 3 to 5 prompts share one; compared below with a step for each prompt"
     ),
     "Alpaca OPT-175B": (
         "256 sequences bind, not memory: what pow2 refuses gathers into fewer prefill steps, each reading the weights; "
-        "with scheduler.prefill=mixed the order is the published one"
+        "with a step for each prompt, and with scheduler.prefill=mixed, the order is the published one"
     ),
 }
-MIXED = ("Alpaca OPT-175B", ", prefill=mixed")  # the panel that was measured with prompts beside decodes, too
 SHOTS = {80: "1-shot", 341: "5-shot"}  # tokens of the shared prefix
 
 
@@ -56,23 +55,27 @@ def fig12(results: Path) -> Drawing:
         rows["note"] == ""
     )
     rows["note"] = rows["note"].mask(explained, rows["panel"].map(NOTES).fillna(""))
-    return Drawing(drawing.figure, pd.concat([rows, _mixed(results / columns.THROUGHPUT_MIXED)], ignore_index=True))
+    return Drawing(
+        drawing.figure, pd.concat([rows, _variants(results / columns.THROUGHPUT_VARIANTS)], ignore_index=True)
+    )
 
 
-def _mixed(path: Path) -> pd.DataFrame:
-    """The comparison of one panel, measured with prompts computed beside decodes."""
-    panel, how = MIXED
+def _variants(path: Path) -> pd.DataFrame:
+    """The comparison of the panels that were also measured with prompts scheduled otherwise."""
     table = read(
         path,
-        labels={"allocator": columns.ALLOCATOR, "prefill": "config.scheduler.prefill"},
+        labels={"allocator": columns.ALLOCATOR, "model": columns.MODEL, "variant": columns.EXPERIMENT},
         keys=KEYS,
         values=VALUE,
-        keep={"allocator": columns.ORCA_AND_PAGED, "prefill": ["mixed"]},
+        keep={"allocator": columns.ORCA_AND_PAGED, "model": list(columns.MODELS), "variant": list(columns.VARIANTS)},
     )
+    panel = "Alpaca " + table["model"].map(columns.MODELS)
+    samples = _samples(table.assign(panel=panel + table["variant"].map(columns.VARIANTS)))
     published = _and_ratios(paper.load("fig12_rates"))
-    published = published[(published["panel"] == panel) & ~published["series"].str.contains("FasterTransformer")]
-    samples = _samples(table.assign(panel=panel + how))
-    return _compared(samples, published.assign(panel=panel + how))
+    published = published[~published["series"].str.contains("FasterTransformer")]
+    variants = [published.assign(panel=published["panel"] + how) for how in columns.VARIANTS.values()]
+    measured = pd.concat(variants, ignore_index=True)
+    return _compared(samples, measured[measured["panel"].isin(samples["panel"])])
 
 
 def fig14(results: Path) -> Drawing:

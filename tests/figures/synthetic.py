@@ -19,7 +19,7 @@ TABLES = [
     "roofline/paper_batch_throughput",
     "roofline/paper_memory_waste",
     "roofline/paper_throughput",
-    "roofline/paper_throughput_mixed",
+    "roofline/paper_throughput_variants",
     "roofline/paper_parallel_sampling",
     "roofline/paper_beam_search",
     "roofline/paper_beam_recordings",
@@ -75,13 +75,13 @@ def throughput(workloads: tuple[str, ...] = ("sharegpt_paper", "alpaca_paper")) 
     ]
 
 
-def throughput_mixed() -> list[dict[str, Any]]:
-    """One panel, in which everybody sustains the same rates as in ``throughput``."""
+def throughput_variants() -> list[dict[str, Any]]:
+    """Two panels, in which everybody sustains the same rates as in ``throughput``."""
+    panels = (("opt_175b", "paper_throughput_mixed"), ("opt_13b", "paper_throughput_one_by_one"))
     return [
         row
-        for allocator in CAPACITY
-        if allocator != "static"
-        for row in curve(allocator, "alpaca_paper", config__scheduler__prefill="mixed")
+        for allocator, (model, experiment) in product([name for name in CAPACITY if name != "static"], panels)
+        for row in curve(allocator, "alpaca_paper", config__model__name=model, config__experiment=experiment)
     ]
 
 
@@ -126,7 +126,7 @@ def write_all(results: Path) -> None:
         ],
         "roofline/paper_memory_waste": memory_waste(),
         "roofline/paper_throughput": throughput(),
-        "roofline/paper_throughput_mixed": throughput_mixed(),
+        "roofline/paper_throughput_variants": throughput_variants(),
         "roofline/paper_parallel_sampling": sharing("n", saving=0.02),
         "roofline/paper_beam_search": sharing("beam_width", saving=0.1),
         "roofline/paper_beam_recordings": beam_recordings(),

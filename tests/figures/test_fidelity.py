@@ -75,13 +75,13 @@ def test_ratios_are_taken_seed_by_seed(results: Path) -> None:
 
 def test_what_was_not_measured_is_missing_and_says_so(tmp_path: Path) -> None:
     synthetic.write(tmp_path, "roofline/paper_throughput", synthetic.throughput(("alpaca_paper",)))
-    synthetic.write(tmp_path, "roofline/paper_throughput_mixed", synthetic.throughput_mixed())
+    synthetic.write(tmp_path, "roofline/paper_throughput_variants", synthetic.throughput_variants())
     table = fig12(tmp_path).comparison
     got = row(table, "ShareGPT OPT-13B", "vLLM")
     assert math.isnan(got["ours"])
     assert (got["n_seeds"], got["note"], got["published"]) == (0, "not measured", 1.93)
     assert row(table, "Alpaca OPT-66B", "vLLM")["note"] == ""
-    assert len(table) == 6 * 9 + 7
+    assert len(table) == 6 * 9 + 2 * 7
 
 
 def test_one_seed_without_a_crossing_makes_the_rate_missing() -> None:
@@ -96,7 +96,7 @@ def test_one_seed_without_a_crossing_makes_the_rate_missing() -> None:
 
 
 def test_static_stands_for_fastertransformer_only_with_static_batching(tmp_path: Path) -> None:
-    synthetic.write(tmp_path, "roofline/paper_throughput_mixed", synthetic.throughput_mixed())
+    synthetic.write(tmp_path, "roofline/paper_throughput_variants", synthetic.throughput_variants())
     path = synthetic.write(tmp_path, "roofline/paper_throughput", synthetic.throughput())
     table = pd.read_parquet(path)
     batching = "config.scheduler.batching"
@@ -106,11 +106,11 @@ def test_static_stands_for_fastertransformer_only_with_static_batching(tmp_path:
     assert row(fig12(tmp_path).comparison, "ShareGPT OPT-13B", "FasterTransformer")["ours"] == pytest.approx(0.55)
 
 
-def test_a_panel_is_also_compared_with_prompts_beside_decodes(results: Path) -> None:
+def test_panels_are_also_compared_with_prompts_scheduled_otherwise(results: Path) -> None:
     table = fig12(results).comparison
-    mixed = table[table["panel"].str.contains("mixed")]
-    assert mixed["panel"].unique().tolist() == ["Alpaca OPT-175B, prefill=mixed"]
-    assert "FasterTransformer" not in set(mixed["series"])
+    variants = table[table["panel"].str.contains(",")]
+    assert set(variants["panel"]) == {"Alpaca OPT-175B, prefill=mixed", "Alpaca OPT-13B, a step for each prompt"}
+    assert "FasterTransformer" not in set(variants["series"])
     got = row(table, "Alpaca OPT-175B, prefill=mixed", "vLLM / Orca (Oracle)")
     assert (got["ours"], got["published"], got["unit"]) == (pytest.approx(2), pytest.approx(20.2 / 19.2), "ratio")
 

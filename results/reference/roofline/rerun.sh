@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every sweep behind the tables in this folder, and collects them: about two hours on one core, resumable.
+# Runs every sweep behind the tables in this folder, and collects them: about two and a half hours on one core, resumable.
 #   results/reference/roofline/rerun.sh [GROUP ...]     groups: see the functions below; none: all of them
 # SEEDS=0 runs the first of the three seeds alone.
 set -euo pipefail
