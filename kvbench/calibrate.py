@@ -87,12 +87,13 @@ class Calibration:
             raise ConfigError(f"pool.size, pool.host_size: too small to time a {missing[0]}; use 64MiB or more each")
         self.rounds = microbenchmark.Rounds(executor, todo, tick)
 
-    def profile(self) -> tuple[DeviceProfile, pd.DataFrame]:
-        """The profile fitted to the rounds and, for what happens outside the executor, to a run of the job; call once.
+    def profile(self, quantile: float = 0.5) -> tuple[DeviceProfile, pd.DataFrame]:
+        """The profile fitted to the rounds, of whose times each case has the ``quantile``, and, for what happens outside
+        the executor, to a run of the job; call once.
 
         With it the observations: a row per case, and its time by the profile.
         """
-        observations = self.rounds.table()
+        observations = self.rounds.table(quantile)
         memory_bytes, host_memory_bytes = _memory_bytes(self._device), psutil.virtual_memory().total
         profile = profile_fit.fit(
             observations, self._shape, self._itemsize, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes

@@ -1,8 +1,9 @@
 """The task ``validate``: the same requests on a real executor and in virtual time, step by step beside each other.
 
 All requests arrive at once, so that no clock decides anything: every step of the two runs must be equal, and only
-their times may differ. The machine is calibrated in turns with its real runs, a round of the microbenchmark before
-each of them: a shared host is now and then half as fast for minutes, which would otherwise count as the model's error.
+their times may differ. A shared host is now and then half as fast, for seconds and for minutes, which would count as
+the model's error. So the machine is calibrated in turns with its real runs, a round of the microbenchmark before each
+of them, and both have the least of their times, step by step and case by case: what others do only ever adds to them.
 """
 
 import json
@@ -89,13 +90,12 @@ def summarize(jobs: Jobs, directory: Path) -> None:
 def compare(real: Measured, virtual: Measured, again: Sequence[pd.DataFrame]) -> dict[str, Any]:
     """Whether every step and every request's counters are equal, and the times of both; JSON types.
 
-    again: steps of further real runs. They are the same, so that each step has the median of its times: on a busy
-    host a run is now and then half as fast for seconds.
+    again: steps of further real runs. They are the same, so that each step has the least of its times.
     """
     steps = [measured.steps.drop(columns=list(TIMES)) for measured in (real, virtual)]
     requests = [measured.requests[list(COUNTERS)] for measured in (real, virtual)]
-    median_s = np.median([run["duration_s"] for run in (real.steps, *again)], axis=0)
-    times = {"torch": retimed(real, median_s), "roofline": virtual.summary}
+    least_s = np.min([run["duration_s"] for run in (real.steps, *again)], axis=0)
+    times = {"torch": retimed(real, least_s), "roofline": virtual.summary}
     compared = {f"{name}_{side}": summary[name][0] for name in COMPARED for side, summary in times.items()}
     errors = {f"{name}_error": compared[f"{name}_roofline"] / compared[f"{name}_torch"] - 1 for name in COMPARED}
     return {
@@ -179,7 +179,7 @@ def _calibration(cfg: Config) -> Calibration:
 
 def _measured(calibration: Calibration, cfg: Config, path: Path) -> DeviceConfig:
     """The profile that came of the rounds, and what it rests on in ``path``."""
-    profile, observations = calibration.profile()
+    profile, observations = calibration.profile(quantile=0.0)
     path.mkdir(parents=True, exist_ok=True)
     observations.to_csv(path / "observations.csv", index=False)
     return DeviceConfig(calibrate.profile_file(cfg).stem, cfg.device.num_threads, profile)

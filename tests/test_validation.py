@@ -2,16 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 
-from kvbench import config, device_file
+from kvbench import config, device_file, microbenchmark
 from kvbench.config import DeviceConfig, Dtype
 from kvbench.device_profile import DeviceProfile
 from kvbench.errors import ConfigError
+from kvbench.microbenchmark import Case, Rounds
 from kvbench.run import measure
 from kvbench.validation import COMPARED, first_difference, retimed
 from tests.cli import Cli, refusal
@@ -116,6 +119,17 @@ def test_a_machine_is_calibrated_and_the_profile_runs(run: Cli, tmp_path: Path) 
     assert code == 0, err
     (record,) = run.runs()
     assert record.config()["device"] == yaml.safe_load(file.read_text())
+
+
+def test_a_case_has_a_quantile_of_its_times_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.1, 5.0, 4.0, 8.0, 6.0])
+    monkeypatch.setattr(microbenchmark, "_seconds", lambda device, action: next(times))
+    executor = SimpleNamespace(device=None, storage=SimpleNamespace(kv=torch.empty(1)))
+    rounds = Rounds(executor, {Case("decode", 1, 1, 16): lambda: None}, tick=lambda: None)  # type: ignore[arg-type]
+    for _ in range(5):
+        rounds.run()
+    assert rounds.table()[["seconds", "rounds"]].to_numpy().tolist() == [[5.5, 4]]
+    assert rounds.table(0.0)["seconds"].tolist() == [4.0]
 
 
 def test_a_validation_calibrates_the_machine_in_turns_with_its_runs(run: Cli) -> None:
