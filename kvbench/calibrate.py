@@ -88,10 +88,9 @@ class Calibration:
         self.rounds = microbenchmark.Rounds(executor, todo, tick)
 
     def profile(self, quantile: float = 0.5) -> tuple[DeviceProfile, pd.DataFrame]:
-        """The profile fitted to the rounds, of whose times each case has the ``quantile``, and, for what happens outside
-        the executor, to a run of the job; call once.
+        """The profile fitted to the rounds and, for what happens outside the executor, to a run of the job; call once.
 
-        With it the observations: a row per case, and its time by the profile.
+        With it the observations: a row per case, with the ``quantile`` of its times and its time by the profile.
         """
         observations = self.rounds.table(quantile)
         memory_bytes, host_memory_bytes = _memory_bytes(self._device), psutil.virtual_memory().total
