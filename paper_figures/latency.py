@@ -26,7 +26,7 @@ NOTES = {
     ),
     "Alpaca OPT-175B": (
         "256 sequences bind, not memory: what pow2 refuses gathers into fewer prefill steps, each reading the weights; "
-        "with a step for each prompt, and with scheduler.prefill=mixed, the order is the published one"
+        "with a step for each prompt, and with scheduler.prefill=mixed, pow2 is below oracle and paged as published"
     ),
 }
 SHOTS = {80: "1-shot", 341: "5-shot"}  # tokens of the shared prefix

@@ -11,14 +11,19 @@ HERE=results/reference/roofline
 run() { "$PYTHON" -m kvbench measure.progress=false resume=true results_dir="$RESULTS" ${SEEDS:+seed=$SEEDS} "$@"; }
 collect() { local table=$1; shift; "$PYTHON" -m kvbench.collect "${@/#/$RESULTS/runs/}" "$HERE/$table.parquet"; }
 
+# The rates of max, pow2, oracle and paged, and what all four are run with.
+systems() {
+  local names=(buddy_max buddy_pow2 buddy_oracle paged) rates=("${@:1:4}") i
+  for i in 0 1 2 3; do
+    run "${@:5}" allocator="${names[i]}" workload.arrival.rate="${rates[i]}"
+  done
+}
+
 # One panel of Figure 12: setup, workload, seconds, and each system's rates around its limit.
 panel() {
   local common=(setup="$1" workload="$2" workload.duration_s="$3")
   run +experiment=paper_static_batching "${common[@]}" workload.arrival.rate="$4"
-  run +experiment=paper_throughput "${common[@]}" allocator=buddy_max workload.arrival.rate="$5"
-  run +experiment=paper_throughput "${common[@]}" allocator=buddy_pow2 workload.arrival.rate="$6"
-  run +experiment=paper_throughput "${common[@]}" allocator=buddy_oracle workload.arrival.rate="$7"
-  run +experiment=paper_throughput "${common[@]}" allocator=paged workload.arrival.rate="$8"
+  systems "${@:5:4}" +experiment=paper_throughput "${common[@]}"
 }
 
 batch_throughput() { run +experiment=paper_batch_throughput; collect paper_batch_throughput paper_batch_throughput; }
@@ -45,39 +50,23 @@ throughput() { collect paper_throughput paper_throughput paper_static_batching; 
 throughput_variants() {
   run +experiment=paper_throughput_mixed
   run +experiment=paper_throughput_mixed allocator=buddy_max workload.arrival.rate=6,8,10,12,15
-  one_by_one paper_13b 3,4,4.5,5 14,15,16,17,18 18,20,21,22,24 22,24,25,26,28
-  one_by_one paper_66b 1.4,1.7,1.9,2.2 8,9,10,11,12 11,12,13,14,15 13,14,15,16,18
-  one_by_one paper_175b 8,9,10,11,12 17,18,19,20,22 18,19,20,21,22 18,19,20,21,22
+  systems 3,4,4.5,5 14,15,16,17,18 18,20,21,22,24 22,24,25,26,28 +experiment=paper_throughput_one_by_one setup=paper_13b
+  systems 1.4,1.7,1.9,2.2 8,9,10,11,12 11,12,13,14,15 13,14,15,16,18 +experiment=paper_throughput_one_by_one setup=paper_66b
+  systems 8,9,10,11,12 17,18,19,20,22 18,19,20,21,22 18,19,20,21,22 +experiment=paper_throughput_one_by_one setup=paper_175b
   collect paper_throughput_variants paper_throughput_mixed paper_throughput_one_by_one
 }
 
-# Setup, and the rates of max, pow2, oracle and paged.
-one_by_one() {
-  local systems=(buddy_max buddy_pow2 buddy_oracle paged) i
-  for i in 0 1 2 3; do
-    run +experiment=paper_throughput_one_by_one setup="$1" allocator="${systems[i]}" workload.arrival.rate="${@:i+2:1}"
-  done
-}
-
-# One panel of Figure 14: experiment, setting, and the rates of max, pow2, oracle and paged.
-sequences() {
-  local systems=(buddy_max buddy_pow2 buddy_oracle paged) i
-  for i in 0 1 2 3; do
-    run +experiment="$1" "$2" allocator="${systems[i]}" workload.arrival.rate="${@:i+3:1}"
-  done
-}
-
 parallel_sampling() {
-  sequences paper_parallel_sampling workload.n=2 .8,1.2,1.6,2,3 7,9,10,12,14,17 10,12,14,16,18,21 12,17,19,21,24,28,33
-  sequences paper_parallel_sampling workload.n=4 .5,.7,1,1.5 3.5,4.5,5,6,7,8.5 5.5,7,8,9,10.5,12 7,9,10,12,14,16,19
-  sequences paper_parallel_sampling workload.n=6 .5,.7,1,1.5 2,3,3.5,4,5,6 3.5,4.5,5,6,7,8.5 5,6.5,7.5,8.5,10,12,14
+  systems .8,1.2,1.6,2,3 7,9,10,12,14,17 10,12,14,16,18,21 12,17,19,21,24,28,33 +experiment=paper_parallel_sampling workload.n=2
+  systems .5,.7,1,1.5 3.5,4.5,5,6,7,8.5 5.5,7,8,9,10.5,12 7,9,10,12,14,16,19 +experiment=paper_parallel_sampling workload.n=4
+  systems .5,.7,1,1.5 2,3,3.5,4,5,6 3.5,4.5,5,6,7,8.5 5,6.5,7.5,8.5,10,12,14 +experiment=paper_parallel_sampling workload.n=6
   collect paper_parallel_sampling paper_parallel_sampling
 }
 
 beam_search() {
-  sequences paper_beam_search workload.beam_width=2 1.2,1.6,2.2,3 8,10,13,16,20 11,14,18,22,27 10,18,23,30,37,45
-  sequences paper_beam_search workload.beam_width=4 .4,.6,.9 3.5,4.5,6,7.5,9 5.5,7,9,11.5,14 6,11,14,18,21,25
-  sequences paper_beam_search workload.beam_width=6 .25,.4,.6,.9 2.2,3,4,5,6.5 3.5,4.5,6,8,10 4,8,10,13,16,20
+  systems 1.2,1.6,2.2,3 8,10,13,16,20 11,14,18,22,27 10,18,23,30,37,45 +experiment=paper_beam_search workload.beam_width=2
+  systems .4,.6,.9 3.5,4.5,6,7.5,9 5.5,7,9,11.5,14 6,11,14,18,21,25 +experiment=paper_beam_search workload.beam_width=4
+  systems .25,.4,.6,.9 2.2,3,4,5,6.5 3.5,4.5,6,8,10 4,8,10,13,16,20 +experiment=paper_beam_search workload.beam_width=6
   collect paper_beam_search paper_beam_search
 }
 
